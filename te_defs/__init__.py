@@ -1,0 +1,1 @@
+"""What attention is: workloads, masks, reference and declarations. No tile is chosen here and no target is known."""

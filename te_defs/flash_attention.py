@@ -1,0 +1,234 @@
+"""The FlashAttention forward pass as one plain TensorIR function: what every family schedules.
+
+It is written at tile level (FlashAttention-2, algorithm 1) with the tile sizes as parameters, and without thread, memory scope or
+layout: unscheduled it runs on llvm. Nothing of size N x M exists. Structure, with the blocks in the order they run::
+
+    attn{ Q_load | O_acc_init row_max_init row_sum_init
+          for t, from the last key tile that is needed down to the first:
+              kv{ K_load V_load | S | S_masked tile_max .. row_max_new rescale row_max_scaled P tile_sum row_sum_new P_cast
+                  | O_acc_new | O_acc row_max row_sum }
+          row_sum_total row_sum_inverse O LSE }
+
+Three choices make it schedulable for every family:
+
+* No block reads and writes one buffer. State goes X -> X_new -> X, and the rescale of the accumulator is the init of its reduction.
+* Key tiles run from the last one down, so that those which need a mask come first; the mask block asks for a mask by a comparison
+  of the loop index, which a lowering pass uses to split the loop.
+* Row statistics have `row_lanes` columns. With 1 they are plain vectors. With 4 each column belongs to one lane of a quad, as in
+  the m16n8k16 accumulator fragment: every lane keeps the statistics of its own columns and holds the combined value.
+"""
+from tvm.script import tirx as T
+
+from te_defs.masks import MASKS
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+#: Below every score that can occur, and finite, so that exp2(x - x) of a row that has seen no key is 1 and not NaN.
+SCORE_MIN = -(2.0**100)
+#: Stands for a scale of zero: products with it vanish, while -inf times it is still -inf and not NaN.
+SCALE_MIN = 2.0**-100
+
+
+def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_scale=False):
+    """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale) -> None.
+
+    B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm. Rows that see no
+    key get O = 0 and LSE = -inf.
+
+    q_tile          query rows of a tile (Br in the paper)
+    kv_tile         key rows of a tile (Bc)
+    row_lanes       1 or 4, see above; 4 needs kv_tile and DV to be multiples of 8
+    negative_scale  the function for scales below zero instead of the one for all others: the row maximum is taken before the scale
+                    is applied, which saves a multiplication of every score, so the sign must be known
+    """
+    if row_lanes not in (1, 4):
+        raise ValueError(f"row_lanes must be 1 or 4, found {row_lanes}: choose one of these")
+    mask, dtype = MASKS[workload.mask], workload.dtype
+    D, DV, LANES = workload.head_dim, workload.value_dim, row_lanes
+    QUAD = row_lanes == 4
+    PAIR = 2 if QUAD else 1  # columns of a lane that stand side by side
+    STEPS = kv_tile // (LANES * PAIR)
+
+    def lane(j):
+        """The statistics column that serves score or output column j."""
+        return j // PAIR % LANES
+
+    def signed(score):
+        return -score if negative_scale else score
+
+    @T.prim_func(s_tir=True, check_well_formed=False)
+    def flash_attention(q: T.handle, k: T.handle, v: T.handle, o: T.handle, lse: T.handle, scale: T.float32):
+        T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
+        B, N, M, H, G = T.int32(), T.int32(), T.int32(), T.int32(), T.int32()
+        Q = T.match_buffer(q, (B, N, H, D), dtype, align=4)
+        K = T.match_buffer(k, (B, M, G, D), dtype, align=4)
+        V = T.match_buffer(v, (B, M, G, DV), dtype, align=4)
+        O = T.match_buffer(o, (B, N, H, DV), dtype, align=4)
+        LSE = T.match_buffer(lse, (B, H, N), "float32", align=4)
+        for b, h, r in T.grid(B, H, (N + (q_tile - 1)) // q_tile):
+            with T.sblock("attn"):
+                vb, vh, vr = T.axis.remap("SSS", [b, h, r])
+                # The last query tile first: under a causal mask it has the most keys, and a grid ends best on its short tiles.
+                q0 = T.meta_var(((N + (q_tile - 1)) // q_tile - 1 - vr) * q_tile)
+                g = T.meta_var(vh // (H // G))  # the key head of this query head
+                i0 = T.meta_var(q0 + M - N)
+                tiles = T.meta_var(T.max((mask.key_end(i0 + (q_tile - 1), M) + (kv_tile - 1)) // kv_tile, 1))
+                masked_tiles = T.meta_var(tiles - mask.key_end(i0, M) // kv_tile)
+                scale_log2 = T.meta_var(T.max(T.fabs(scale), T.float32(SCALE_MIN)) * T.float32(LOG2_E))
+                Q_tile = T.sblock_alloc_buffer((q_tile, D), dtype)
+                O_acc = T.sblock_alloc_buffer((q_tile, DV), "float32")
+                row_max = T.sblock_alloc_buffer((q_tile, LANES), "float32")
+                row_sum = T.sblock_alloc_buffer((q_tile, LANES), "float32")
+                with T.sblock("load_queries"):
+                    for i, c in T.grid(q_tile, D):
+                        with T.sblock("Q_load"):
+                            vi, vc = T.axis.remap("SS", [i, c])
+                            Q_tile[vi, vc] = T.if_then_else(q0 + vi < N, Q[vb, q0 + vi, vh, vc], T.cast(0.0, dtype))
+                with T.sblock("init"):
+                    for i, c in T.grid(q_tile, DV):
+                        with T.sblock("O_acc_init"):
+                            vi, vc = T.axis.remap("SS", [i, c])
+                            O_acc[vi, vc] = T.float32(0)
+                    for i, l in T.grid(q_tile, LANES):
+                        with T.sblock("row_max_init"):
+                            vi, vl = T.axis.remap("SS", [i, l])
+                            row_max[vi, vl] = T.float32(SCORE_MIN)
+                    for i, l in T.grid(q_tile, LANES):
+                        with T.sblock("row_sum_init"):
+                            vi, vl = T.axis.remap("SS", [i, l])
+                            row_sum[vi, vl] = T.float32(0)
+                for t in T.serial(tiles):
+                    with T.sblock("kv"):
+                        vt = T.axis.opaque(T.max((M + (kv_tile - 1)) // kv_tile, 1), t)
+                        k0 = T.meta_var((tiles - 1 - vt) * kv_tile)
+                        K_tile = T.sblock_alloc_buffer((kv_tile, D), dtype)
+                        V_tile = T.sblock_alloc_buffer((kv_tile, DV), dtype)
+                        S = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        S_masked = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        tile_max = T.sblock_alloc_buffer((q_tile, LANES), "float32")
+                        row_max_new = T.sblock_alloc_buffer((q_tile, LANES), "float32")
+                        rescale = T.sblock_alloc_buffer((q_tile, LANES), "float32")
+                        row_max_scaled = T.sblock_alloc_buffer((q_tile, LANES), "float32")
+                        P = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        tile_sum = T.sblock_alloc_buffer((q_tile, LANES), "float32")
+                        row_sum_new = T.sblock_alloc_buffer((q_tile, LANES), "float32")
+                        P_cast = T.sblock_alloc_buffer((q_tile, kv_tile), dtype)
+                        O_acc_new = T.sblock_alloc_buffer((q_tile, DV), "float32")
+                        for j, c in T.grid(kv_tile, D):
+                            with T.sblock("K_load"):
+                                vj, vc = T.axis.remap("SS", [j, c])
+                                # Only the last tile can reach past the end, and it comes first.
+                                K_tile[vj, vc] = T.if_then_else(T.Or(vt >= 1, k0 + vj < M), K[vb, k0 + vj, g, vc], T.cast(0.0, dtype))
+                        for j, c in T.grid(kv_tile, DV):
+                            with T.sblock("V_load"):
+                                vj, vc = T.axis.remap("SS", [j, c])
+                                V_tile[vj, vc] = T.if_then_else(T.Or(vt >= 1, k0 + vj < M), V[vb, k0 + vj, g, vc], T.cast(0.0, dtype))
+                        with T.sblock("qk"):
+                            for i, j, c in T.grid(q_tile, kv_tile, D):
+                                with T.sblock("S"):
+                                    vi, vj, vc = T.axis.remap("SSR", [i, j, c])
+                                    with T.init():
+                                        S[vi, vj] = T.float32(0)
+                                    S[vi, vj] += T.cast(Q_tile[vi, vc], "float32") * T.cast(K_tile[vj, vc], "float32")
+                        with T.sblock("softmax"):
+                            for i, j in T.grid(q_tile, kv_tile):
+                                with T.sblock("S_masked"):
+                                    vi, vj = T.axis.remap("SS", [i, j])
+                                    if T.likely(vt >= masked_tiles):
+                                        S_masked[vi, vj] = signed(S[vi, vj])
+                                    else:
+                                        S_masked[vi, vj] = T.if_then_else(
+                                            mask.keep(i0 + vi, k0 + vj, M), signed(S[vi, vj]), -T.infinity("float32"))
+                            for i, l, s, p in T.grid(q_tile, LANES, STEPS, PAIR):
+                                with T.sblock("tile_max"):
+                                    vi, vl, vs, vp = T.axis.remap("SSRR", [i, l, s, p])
+                                    with T.init():
+                                        tile_max[vi, vl] = T.min_value("float32")
+                                    tile_max[vi, vl] = T.max(tile_max[vi, vl], S_masked[vi, (vs * LANES + vl) * PAIR + vp])
+                            if QUAD:  # all-reduce over the quad in two steps
+                                quad_max = T.sblock_alloc_buffer((q_tile, LANES), "float32")
+                                for i, l in T.grid(q_tile, LANES):
+                                    with T.sblock("pair_max"):
+                                        vi, vl = T.axis.remap("SS", [i, l])
+                                        quad_max[vi, vl] = T.max(tile_max[vi, vl], tile_max[vi, (vl + 1) % 4])
+                                for i, l in T.grid(q_tile, LANES):
+                                    with T.sblock("row_max_new"):
+                                        vi, vl = T.axis.remap("SS", [i, l])
+                                        row_max_new[vi, vl] = T.max(row_max[vi, vl], T.max(quad_max[vi, vl], quad_max[vi, (vl + 2) % 4]))
+                            else:
+                                for i, l in T.grid(q_tile, LANES):
+                                    with T.sblock("row_max_new"):
+                                        vi, vl = T.axis.remap("SS", [i, l])
+                                        row_max_new[vi, vl] = T.max(row_max[vi, vl], tile_max[vi, vl])
+                            for i, l in T.grid(q_tile, LANES):
+                                with T.sblock("rescale"):
+                                    vi, vl = T.axis.remap("SS", [i, l])
+                                    rescale[vi, vl] = T.exp2((row_max[vi, vl] - row_max_new[vi, vl]) * scale_log2)
+                            for i, l in T.grid(q_tile, LANES):
+                                with T.sblock("row_max_scaled"):
+                                    vi, vl = T.axis.remap("SS", [i, l])
+                                    row_max_scaled[vi, vl] = row_max_new[vi, vl] * scale_log2
+                            for i, j in T.grid(q_tile, kv_tile):
+                                with T.sblock("P"):
+                                    vi, vj = T.axis.remap("SS", [i, j])
+                                    P[vi, vj] = T.exp2(S_masked[vi, vj] * scale_log2 - row_max_scaled[vi, lane(vj)])
+                            for i, l, s, p in T.grid(q_tile, LANES, STEPS, PAIR):
+                                with T.sblock("tile_sum"):
+                                    vi, vl, vs, vp = T.axis.remap("SSRR", [i, l, s, p])
+                                    with T.init():
+                                        tile_sum[vi, vl] = T.float32(0)
+                                    tile_sum[vi, vl] = tile_sum[vi, vl] + P[vi, (vs * LANES + vl) * PAIR + vp]
+                            for i, l in T.grid(q_tile, LANES):
+                                with T.sblock("row_sum_new"):
+                                    vi, vl = T.axis.remap("SS", [i, l])
+                                    row_sum_new[vi, vl] = row_sum[vi, vl] * rescale[vi, vl] + tile_sum[vi, vl]
+                            for i, j in T.grid(q_tile, kv_tile):
+                                with T.sblock("P_cast"):
+                                    vi, vj = T.axis.remap("SS", [i, j])
+                                    P_cast[vi, vj] = T.cast(P[vi, vj], dtype)
+                        with T.sblock("pv"):
+                            for i, c, j in T.grid(q_tile, DV, kv_tile):
+                                with T.sblock("O_acc_new"):
+                                    vi, vc, vj = T.axis.remap("SSR", [i, c, j])
+                                    with T.init():
+                                        O_acc_new[vi, vc] = rescale[vi, lane(vc)] * O_acc[vi, vc]
+                                    O_acc_new[vi, vc] += T.cast(P_cast[vi, vj], "float32") * T.cast(V_tile[vj, vc], "float32")
+                        with T.sblock("back"):
+                            for i, c in T.grid(q_tile, DV):
+                                with T.sblock("O_acc"):
+                                    vi, vc = T.axis.remap("SS", [i, c])
+                                    O_acc[vi, vc] = O_acc_new[vi, vc]
+                            for i, l in T.grid(q_tile, LANES):
+                                with T.sblock("row_max"):
+                                    vi, vl = T.axis.remap("SS", [i, l])
+                                    row_max[vi, vl] = row_max_new[vi, vl]
+                            for i, l in T.grid(q_tile, LANES):
+                                with T.sblock("row_sum"):
+                                    vi, vl = T.axis.remap("SS", [i, l])
+                                    row_sum[vi, vl] = row_sum_new[vi, vl]
+                with T.sblock("finish"):
+                    row_sum_total = T.sblock_alloc_buffer((q_tile, LANES), "float32")
+                    row_sum_inverse = T.sblock_alloc_buffer((q_tile, LANES), "float32")
+                    for i, l, e in T.grid(q_tile, LANES, LANES):
+                        with T.sblock("row_sum_total"):
+                            vi, vl, ve = T.axis.remap("SSR", [i, l, e])
+                            with T.init():
+                                row_sum_total[vi, vl] = T.float32(0)
+                            row_sum_total[vi, vl] = row_sum_total[vi, vl] + row_sum[vi, ve]
+                    for i, l in T.grid(q_tile, LANES):
+                        with T.sblock("row_sum_inverse"):
+                            vi, vl = T.axis.remap("SS", [i, l])
+                            row_sum_inverse[vi, vl] = T.if_then_else(
+                                row_sum_total[vi, vl] > T.float32(0), T.float32(1) / row_sum_total[vi, vl], T.float32(0))
+                    for i, c in T.grid(q_tile, DV):
+                        with T.sblock("O"):
+                            vi, vc = T.axis.remap("SS", [i, c])
+                            T.where(q0 + i < N)
+                            O[vb, q0 + vi, vh, vc] = T.cast(O_acc[vi, vc] * row_sum_inverse[vi, lane(vc)], dtype)
+                    for i, l in T.grid(q_tile, LANES):
+                        with T.sblock("LSE"):
+                            vi, vl = T.axis.remap("SS", [i, l])
+                            T.where(q0 + i < N)  # the lanes of a row store one value
+                            LSE[vb, vh, q0 + vi] = row_max[vi, vl] * scale_log2 * T.float32(LN_2) + T.log(row_sum_total[vi, vl])
+
+    return flash_attention

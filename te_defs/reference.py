@@ -1,0 +1,116 @@
+"""NumPy float64 reference of attention, forward and backward, and the one rule that says when a kernel's answer passes."""
+import ml_dtypes
+import numpy as np
+
+from te_defs.masks import MASKS
+
+_NUMPY_DTYPE = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+
+
+def numpy_dtype(workload):
+    """NumPy's type for the workload's elements (bfloat16 comes from ml_dtypes)."""
+    return np.dtype(_NUMPY_DTYPE[workload.dtype])
+
+
+def make_inputs(workload, shape, seed=0):
+    """Seeded standard-normal Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], rounded to the workload's type."""
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal(size).astype(numpy_dtype(workload)) for size in shape.tensors(workload)[:3])
+
+
+def _scores(workload, q, k, scale):
+    """Masked scores S [B, H, N, M]: scale * Q K^T, -inf where the mask hides the key; each key head serves a group of query heads."""
+    (_, n, h, _), (_, m, g, _) = q.shape, k.shape
+    k = np.repeat(k, h // g, axis=2) if h else k
+    s = np.einsum("bihc,bjhc->bhij", q, k) * scale
+    return np.where(MASKS[workload.mask].keep(np.arange(n)[:, None] + m - n, np.arange(m)[None, :], m), s, -np.inf)
+
+
+def _softmax(s):
+    """Unnormalised probabilities, their row sums and the row maxima (0 for a row that sees no key)."""
+    row_max = s.max(axis=-1, keepdims=True, initial=-np.inf)
+    row_max = np.where(np.isneginf(row_max), 0, row_max)
+    p = np.exp(s - row_max)
+    return p, p.sum(axis=-1, keepdims=True), row_max
+
+
+def forward(workload, q, k, v, scale=None):
+    """Attention in float64: O [B, N, H, DV] and LSE [B, H, N]. A row that sees no key has O = 0 and LSE = -inf.
+
+    q [B, N, H, D], k [B, M, G, D], v [B, M, G, DV]; scale defaults to 1 / sqrt(D).
+    """
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    p, row_sum, row_max = _softmax(_scores(workload, q, k, q.shape[-1] ** -0.5 if scale is None else scale))
+    v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
+    out = np.einsum("bhij,bjhc->bihc", p / np.where(row_sum == 0, 1, row_sum), v)
+    with np.errstate(divide="ignore"):
+        return out, (row_max + np.log(row_sum))[..., 0]
+
+
+def backward(workload, dout, q, k, v, out, lse, scale=None):
+    """Gradients dQ, dK, dV in float64, recomputed from the LSE (FlashAttention-2, section 2.3.2).
+
+    Shapes as in `forward`; dK and dV of a key head are summed over its group of query heads.
+    """
+    dout, q, k, v, out, lse = (x.astype(np.float64) for x in (dout, q, k, v, out, lse))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    (b, m, g, _), h = k.shape, q.shape[2]
+    group = h // g if h else 1
+    s = _scores(workload, q, k, scale)
+    seen = ~np.isneginf(lse)[..., None]
+    p = np.where(seen, np.exp(s - np.where(seen, lse[..., None], 0)), 0)
+    delta = np.einsum("bihc,bihc->bhi", dout, out)[..., None]
+    ds = p * (np.einsum("bihc,bjhc->bhij", dout, np.repeat(v, group, axis=2)) - delta)
+    dq = scale * np.einsum("bhij,bjhc->bihc", ds, np.repeat(k, group, axis=2))
+    dk = scale * np.einsum("bhij,bihc->bjhc", ds, q)
+    dv = np.einsum("bhij,bihc->bjhc", p, dout)
+    return dq, *(x.reshape(b, m, g, group, x.shape[-1]).sum(axis=3) for x in (dk, dv))
+
+
+def plain(workload, q, k, v, scale=None):
+    """The yardstick: plain attention that reads the input type, sums in float32 and rounds P and O to the input type."""
+    dtype = numpy_dtype(workload)
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
+    p, row_sum, _ = _softmax(_scores(workload, q, k, scale))
+    v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
+    out = np.einsum("bhij,bjhc->bihc", p.astype(dtype).astype(np.float32), v)
+    return (out / np.where(row_sum == 0, 1, row_sum)[..., 0].swapaxes(1, 2)[..., None]).astype(dtype)
+
+
+def tolerance(workload, q, k, v, scale=None, answer=None):
+    """Largest error that O may have: twice that of `plain` on the same inputs plus one rounding step of the output type.
+
+    answer  the float64 O, where it is already known.
+    """
+    exact = forward(workload, q, k, v, scale)[0] if answer is None else answer
+    if exact.size == 0:
+        return 0.0
+    error = np.abs(plain(workload, q, k, v, scale).astype(np.float64) - exact).max()
+    return float(2 * error + ml_dtypes.finfo(numpy_dtype(workload)).eps * np.abs(exact).max())
+
+
+#: LSE is float32 whatever the inputs: its error is that of a float32 sum of products, relative to its size but at least absolute.
+LSE_TOLERANCE = 2e-5
+
+
+def mismatch(out, lse, answer, lse_answer, bound):
+    """None where (out, lse) pass, else one sentence that says where they are furthest off. The only judge of results.
+
+    bound is `tolerance` of the same inputs. Rows without keys must be exactly 0 and -inf.
+    """
+    if out.size == 0:
+        return None
+    error = np.abs(np.nan_to_num(out.astype(np.float64), nan=np.inf) - answer)
+    if not error.max() <= bound:
+        at = tuple(int(x) for x in np.unravel_index(error.argmax(), error.shape))
+        return f"O{list(at)} is {float(out[at]):.6g} where {answer[at]:.6g} is right: error {error[at]:.2e} exceeds {bound:.2e}"
+    dead = np.isneginf(lse_answer)
+    if not (np.isneginf(lse[dead]).all() and not out.swapaxes(1, 2)[dead].any()):
+        return "a row that sees no key must have O = 0 and LSE = -inf, and has something else"
+    error = np.abs(np.nan_to_num(lse[~dead].astype(np.float64), nan=np.inf) - lse_answer[~dead])
+    allowed = LSE_TOLERANCE * np.maximum(np.abs(lse_answer[~dead]), 1)
+    if not (error <= allowed).all():
+        worst = (error - allowed).argmax()
+        return f"LSE is {lse[~dead][worst]:.6g} where {lse_answer[~dead][worst]:.6g} is right"
+    return None

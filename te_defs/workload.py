@@ -1,0 +1,94 @@
+"""The attention problem: what is fixed when a kernel is built (Workload) and what arrives with each call (Shape)."""
+import re
+from dataclasses import dataclass
+
+from te_defs.masks import MASKS
+
+DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+_LONG_DTYPE = {short: dtype for dtype, short in DTYPES.items()}
+_NAME = re.compile(r"fwd_d(\d+)_dv(\d+)_(f16|bf16|f32)_([a-z]+)")
+
+
+class WorkloadError(ValueError):
+    """A workload that cannot be declared, or a name that does not describe one."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One kernel's problem: head dimensions, element type and mask. Batch, heads, lengths and scale are run-time values.
+
+    head_dim   channels D of a query and a key, 8 to 256 in steps of 8
+    value_dim  channels DV of a value and of the output, likewise
+    dtype      element type of Q, K, V and O: float16, bfloat16 or float32; sums are float32 in every case
+    mask       "full" or "causal" (aligned bottom-right: row i sees keys j <= i + M - N)
+    """
+
+    head_dim: int
+    value_dim: int
+    dtype: str = "float16"
+    mask: str = "full"
+
+    def __post_init__(self):
+        for name, size in (("head_dim", self.head_dim), ("value_dim", self.value_dim)):
+            if not (isinstance(size, int) and 8 <= size <= 256 and size % 8 == 0):
+                raise WorkloadError(f"{name} must be a multiple of 8 from 8 to 256, found {size!r}: choose such a dimension")
+        if self.dtype not in DTYPES:
+            raise WorkloadError(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}: choose one of these")
+        if self.mask not in MASKS:
+            raise WorkloadError(f"mask must be one of {', '.join(MASKS)}, found {self.mask!r}: choose one of these")
+
+    @property
+    def name(self):
+        """The name that `parse` reads back; it is also the folder of the workload's tuning log."""
+        return f"fwd_d{self.head_dim}_dv{self.value_dim}_{DTYPES[self.dtype]}_{self.mask}"
+
+    @classmethod
+    def parse(cls, name):
+        """Workload of a name such as fwd_d128_dv128_f16_causal; WorkloadError where the name has another form."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise WorkloadError(f"a workload is named like fwd_d128_dv128_f16_causal, found {name!r}: correct the name")
+        head_dim, value_dim, dtype, mask = found.groups()
+        return cls(int(head_dim), int(value_dim), _LONG_DTYPE[dtype], mask)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The run-time sizes of one call: Q [batch, q_len, q_heads, D], K and V [batch, kv_len, kv_heads, D or DV]."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+
+    def __post_init__(self):
+        if min(self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len) < 0:
+            raise WorkloadError(f"sizes must not be negative, found {self}: correct the shape")
+        if self.q_heads and (self.kv_heads == 0 or self.q_heads % self.kv_heads):
+            raise WorkloadError(f"query heads must be a multiple of key heads, found {self.q_heads} and {self.kv_heads}: correct the shape")
+
+    def tensors(self, workload):
+        """Shapes of Q, K, V, O and LSE, in the order of the exported call."""
+        b, h, g, n, m = self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len
+        d, dv = workload.head_dim, workload.value_dim
+        return (b, n, h, d), (b, m, g, d), (b, m, g, dv), (b, n, h, dv), (b, h, n)
+
+
+def flops(workload, shape):
+    """Floating-point operations of the two products over the scores that the mask keeps, two per multiply-add."""
+    kept = MASKS[workload.mask].kept(shape.q_len, shape.kv_len)
+    return 2 * shape.batch * shape.q_heads * kept * (workload.head_dim + workload.value_dim)
+
+
+def standard_shape(workload, length, tokens=16384, hidden=2048):
+    """The field's benchmark shape: `tokens` tokens in all and `hidden` / D heads, each head with keys of its own."""
+    heads = max(hidden // workload.head_dim, 1)
+    return Shape(max(tokens // length, 1), heads, heads, length, length)
+
+
+#: The workloads that the tuner knows by a short name.
+PRESETS = {
+    **{f"d{d}_{short}_{mask}": Workload(d, d, dtype, mask)
+       for d in (64, 128) for dtype, short in DTYPES.items() for mask in MASKS},
+}

@@ -1,0 +1,97 @@
+"""Hardware facts as rows of data. A stage chooses by capacity, never by a chip's name."""
+from dataclasses import dataclass
+
+from tvm.target import Target
+
+
+class ArchError(ValueError):
+    """A target that is not known or not supported."""
+
+
+@dataclass(frozen=True)
+class CudaArch:
+    """One CUDA compute capability.
+
+    name                  as nvcc spells it: sm_80; sm_90a and its like add instructions that only this chip has
+    smem_bytes            most shared memory that one block can opt in to; TVM's target tags and the driver's default say 48 KiB
+    smem_per_sm_bytes     shared memory of a multiprocessor, which its resident blocks share (each block also pays 1 KiB)
+    mma                   whether it has mma.sync m16n8k16 for 16-bit inputs, ldmatrix and cp.async
+    mma_tile              (q_tile, kv_tile, warps) of the seed plan by head dimension, for mma
+    """
+
+    name: str
+    smem_bytes: int
+    smem_per_sm_bytes: int
+    mma: bool
+    mma_tile: tuple = ()
+    kind: str = "cuda"
+    threads_per_block: int = 1024
+    registers_per_sm: int = 65536
+    registers_per_thread: int = 255
+    warp_lanes: int = 32
+
+    def target(self):
+        """TVM target with the true limits; TVM itself would refuse blocks above the 48 KiB of its tags."""
+        return Target({"kind": "cuda", "arch": self.name, "max_threads_per_block": self.threads_per_block,
+                       "max_shared_memory_per_block": self.smem_bytes, "thread_warp_size": self.warp_lanes}, host="llvm")
+
+
+@dataclass(frozen=True)
+class CpuArch:
+    """An x86-64 or other llvm machine: name is LLVM's CPU name, vector_bits the widest registers, cache sizes are per core."""
+
+    name: str
+    vector_bits: int
+    vector_registers: int
+    l1_bytes: int
+    l2_bytes: int
+    cores: int
+    kind: str = "cpu"
+
+    def target(self):
+        return Target({"kind": "llvm", "mcpu": self.name, "num-cores": self.cores})
+
+
+_KIB = 1024
+#: Seed tiles from the peers' published choices (FlashAttention-2 and -3, tile-size tables): d -> (q_tile, kv_tile, warps).
+_AMPERE_TILES = {64: (128, 112, 4), 128: (128, 64, 4)}
+_ADA_TILES = {64: (128, 96, 4), 128: (128, 32, 4)}
+_HOPPER_TILES = {64: (128, 96, 4), 128: (128, 64, 4)}
+
+#: Shared memory from the CUDA programming guide, table "technical specifications per compute capability".
+CUDA_ARCHS = {arch.name: arch for arch in (
+    CudaArch("sm_75", 64 * _KIB, 64 * _KIB, mma=False),
+    CudaArch("sm_80", 163 * _KIB, 164 * _KIB, mma=True, mma_tile=_AMPERE_TILES),
+    CudaArch("sm_86", 99 * _KIB, 100 * _KIB, mma=True, mma_tile=_ADA_TILES),
+    CudaArch("sm_87", 163 * _KIB, 164 * _KIB, mma=True, mma_tile=_AMPERE_TILES),
+    CudaArch("sm_89", 99 * _KIB, 100 * _KIB, mma=True, mma_tile=_ADA_TILES),
+    CudaArch("sm_90", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES),
+    CudaArch("sm_90a", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES),
+    CudaArch("sm_100a", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES),
+    CudaArch("sm_120", 99 * _KIB, 100 * _KIB, mma=True, mma_tile=_ADA_TILES),
+)}
+
+#: Compute capability (major, minor) that the driver reports -> row. Chips with instructions of their own take the `a` spelling.
+_BY_CAPABILITY = {(7, 5): "sm_75", (8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_87", (8, 9): "sm_89", (9, 0): "sm_90a",
+                  (10, 0): "sm_100a", (12, 0): "sm_120"}
+
+
+def cuda_arch(name):
+    """Row of a CUDA architecture such as sm_80; ArchError where none is known."""
+    if name not in CUDA_ARCHS:
+        raise ArchError(f"a CUDA target is one of {', '.join(CUDA_ARCHS)}, found {name!r}: choose one of these")
+    return CUDA_ARCHS[name]
+
+
+def arch_of_capability(major, minor):
+    """Row of a GPU by the compute capability that its driver reports; ArchError where it is too old or unknown."""
+    if (major, minor) < (7, 5):
+        raise ArchError(f"compute capability 7.5 or later is needed, found {major}.{minor}: use a newer GPU or --target cpu")
+    if (major, minor) not in _BY_CAPABILITY:
+        raise ArchError(f"compute capability {major}.{minor} has no row in schedules/arch.py: add one or name a --target")
+    return CUDA_ARCHS[_BY_CAPABILITY[major, minor]]
+
+
+def cpu_arch(name, vector_bits, cores, l1_bytes=32 * _KIB, l2_bytes=1024 * _KIB):
+    """Row of the CPU that the caller found: LLVM's name for it, vector width in bits, cores to use, cache sizes per core."""
+    return CpuArch(name, vector_bits, 32 if vector_bits >= 512 else 16, l1_bytes, l2_bytes, cores)

@@ -1,0 +1,34 @@
+"""From workload and plan to a runtime module, the same way for tuning, export and `show`."""
+import tvm
+from tvm import s_tir
+
+#: Symbols of the TVM functions inside an artefact; the checked entry `flash_attention_forward` calls one of them by the sign of scale.
+KERNEL = "attention_forward"
+NEGATIVE_SCALE_KERNEL = "attention_forward_negative_scale"
+
+
+def schedule(family, workload, plan, stages=None, negative_scale=False):
+    """A fresh Schedule of the symbolic declaration after the family's stages; after the first `stages` of them where given."""
+    func = family.declare(workload, plan, negative_scale=negative_scale)
+    sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
+    for stage in family.STAGES[:stages]:
+        stage(sch, plan)
+    return sch
+
+
+def build(mod, family, arch, negative_scale_mod=None):
+    """Lower a scheduled module by the family's pipeline and compile it for `arch`.
+
+    Its function is called KERNEL in the result, and that of `negative_scale_mod`, the twin for scales below zero that an artefact
+    needs, NEGATIVE_SCALE_KERNEL. For CUDA a compiler must be installed around the call (schedules.lowering.cuda_compile).
+    """
+    functions = {KERNEL: mod} if negative_scale_mod is None else {KERNEL: mod, NEGATIVE_SCALE_KERNEL: negative_scale_mod}
+    joined = tvm.IRModule({name: part["main"].with_attr("global_symbol", name) for name, part in functions.items()})
+    target = arch.target()
+    with target, tvm.transform.PassContext(config=family.CONFIG):
+        return tvm.tirx.build(joined, target=target, pipeline=family.PIPELINE)
+
+
+def build_plan(family, workload, plan, arch):
+    """What an artefact holds of a plan: the kernel and its twin for scales below zero, as a runtime module."""
+    return build(schedule(family, workload, plan).mod, family, arch, schedule(family, workload, plan, negative_scale=True).mod)

@@ -1,0 +1,397 @@
+"""mma: tensor cores of sm_80 and later, by mma.sync, ldmatrix and cp.async (FlashAttention-2, sections 3.2 and 3.3).
+
+The idea. A thread block takes one tile of query rows and walks over the key tiles; its warps split the rows, so that no warp needs
+another's scores. S, P and O stay in registers, in the fragment layout of mma.sync m16n8k16: the accumulator of Q K^T is, after a
+cast, an operand of P V, and a row's statistics live in the four lanes (a quad) that hold the row. K and V tiles come through shared
+memory, stored with a swizzle that ldmatrix reads without bank conflicts, and are copied by cp.async one tile ahead.
+
+The budget. Registers decide: per thread O takes q_tile * DV / threads, S takes q_tile * kv_tile / threads, of 255. At D = DV = 128
+and 128 threads a tile of 128 x 64 takes 128 + 64, and some fifty more for fragments, statistics and addresses. Shared memory holds
+Q once, and K and V twice.
+
+The finished nest, one line a group of blocks::
+
+    attn  @blockIdx.x
+      Q_load                                      cp.async, all threads
+      for t in key tiles, last one first          split in two where the mask ends
+        K_load V_load of tile t + 1               cp.async, double buffered
+        S          @warp: for c, j: ldmatrix, mma
+        S_masked tile_max pair_max row_max_new rescale row_max_scaled P tile_sum row_sum_new P_cast    @warp @lane, registers
+        O_acc_new  @warp: rescale where a row has a new maximum; for j, c: ldmatrix, mma
+      O LSE                                       @warp @lane
+"""
+from dataclasses import dataclass
+
+from schedules.intrinsics import mma as intrinsics
+from schedules.lowering import mma_pipeline, rewrite, software_pipeline
+from schedules.plan import Budget, Plan, PlanError, require
+from schedules.stages import copy_cooperatively, loops_of, own_fragment, own_statistics, read_index, unroll_all
+from te_defs.flash_attention import flash_attention_forward
+
+NAME = "mma"
+PIPELINE = "flashtir_mma"
+CONFIG = mma_pipeline.CONFIG
+#: The first stage that binds threads: what stands before it runs on llvm.
+BINDS_AT = "bind_grid"
+
+HEAD_DIMS = (64, 128)
+LOADS = ("Q_load", "K_load", "V_load")
+STATISTICS = ("row_max_init", "row_sum_init", "tile_max", "pair_max", "row_max_new", "rescale", "row_max_scaled", "tile_sum",
+              "row_sum_new", "row_sum_total", "row_sum_inverse")
+#: Copies of shared tiles in fragments, as cache_read names them.
+FRAGMENTS = ("Q_tile_shared.dyn_warp", "K_tile_shared.dyn_warp", "V_tile_shared.dyn_warp")
+COPY_BYTES = 16
+#: Registers beside S and O: fragments of Q, K and V in flight, statistics, addresses (read off compiled kernels).
+OTHER_REGISTERS = 56
+
+
+@dataclass(frozen=True)
+class MmaPlan(Plan):
+    """Knobs of the mma family.
+
+    warps           warps of a thread block; each takes q_tile / warps query rows
+    heads_first     grid order; 1: all heads of one query tile, then the next tile; 0: all tiles of one head first
+    order           execution order of the key loop's statements, an index into software_pipeline.ORDERS
+    lazy_rescale    1: skip the rescale of O when no row of the warp has a new maximum
+    register_level  ptxas' --register-usage-level, 0 (fewest) to 10
+    """
+
+    warps: int
+    heads_first: int = 0
+    order: int = 2
+    lazy_rescale: int = 1
+    register_level: int = 10
+
+
+PLAN = MmaPlan
+
+
+def decline(workload, arch):
+    """Why this family does not take the workload, or None."""
+    if arch.kind != "cuda" or not arch.mma:
+        return f"{arch.name} has no mma.sync m16n8k16 (sm_80 and later have)"
+    if workload.dtype not in intrinsics.PTX_DTYPE:
+        return f"tensor cores take 16-bit inputs, not {workload.dtype}"
+    if not {workload.head_dim, workload.value_dim} <= set(HEAD_DIMS):
+        return f"head dimensions must be among {HEAD_DIMS}, not {workload.head_dim} and {workload.value_dim}"
+    return None
+
+
+def default_plan(workload, arch):
+    """The seed: the architecture row's tile, heads side by side under a causal mask so that long tiles start first."""
+    q_tile, kv_tile, warps = arch.mma_tile[max(workload.head_dim, workload.value_dim)]
+    return MmaPlan(q_tile, kv_tile, warps, heads_first=int(workload.mask == "causal"))
+
+
+def tile_choices(workload, arch):
+    """Plans of all tile shapes that fit, the seed's first; each is a search task of its own."""
+    seed = default_plan(workload, arch)
+    plans = [seed] + [seed.but(q_tile=q_tile, kv_tile=kv_tile) for q_tile in (128, 64) for kv_tile in range(32, 129, 16)
+                      if (q_tile, kv_tile) != (seed.q_tile, seed.kv_tile)]
+    return tuple(plan for plan in plans if _fits(workload, arch, plan))
+
+
+def _fits(workload, arch, plan):
+    try:
+        budget(workload, arch, plan)
+    except PlanError:
+        return False
+    return True
+
+
+def knobs(workload, arch, plan):
+    """Candidates of the sampled fields for a plan's tile shape; heads_first reorders loops, so the seed decides it."""
+    return {"warps": tuple(w for w in (4, 8) if plan.q_tile % (16 * w) == 0),
+            "order": tuple(range(len(software_pipeline.ORDERS))), "lazy_rescale": (0, 1), "register_level": (5, 10)}
+
+
+def budget(workload, arch, plan):
+    """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
+    d, dv, threads = workload.head_dim, workload.value_dim, 32 * plan.warps
+    require(plan.q_tile % (16 * plan.warps) == 0, "q_tile must be a multiple of 16 rows for each warp",
+            f"q_tile {plan.q_tile} and {plan.warps} warps", "change either")
+    require(plan.kv_tile % 16 == 0, "kv_tile must be a multiple of 16", plan.kv_tile, "round it")
+    chunk = threads * COPY_BYTES // 2
+    for name, elements in (("Q", plan.q_tile * d), ("K", plan.kv_tile * d), ("V", plan.kv_tile * dv)):
+        require(elements % chunk == 0, f"a tile of {name} must be whole turns of {chunk} elements that all threads copy together",
+                elements, "change the tile or the warps")
+    accumulators = plan.q_tile * (dv + plan.kv_tile) // threads
+    return Budget((
+        ("threads", threads, arch.threads_per_block, "of a block"),
+        ("shared memory", 2 * (plan.q_tile * d + 2 * plan.kv_tile * (d + dv)), arch.smem_bytes, "bytes"),
+        ("registers", accumulators + OTHER_REGISTERS, arch.registers_per_thread, "per thread"),
+    )).check(plan, arch)
+
+
+def compiler_options(plan):
+    """What ptxas is asked for."""
+    return {"register_level": plan.register_level}
+
+
+def declare(workload, plan, negative_scale=False):
+    """The plain function at the plan's tile, with statistics per lane of a quad; makes the intrinsics known that it will need."""
+    for columns in {workload.head_dim, workload.value_dim}:
+        intrinsics.register(workload.dtype, columns)
+    return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, row_lanes=4, negative_scale=negative_scale)
+
+
+def place_buffers(sch, plan):
+    """Tiles that are loaded go to shared memory; everything between the products stays in the registers of a warp.
+
+    Loop nest::
+
+        kv
+          ...
+          qk
+            i in 128
+              j in 112
+                c in 64
+                  S  [128, 112] warp
+          ...
+          pv
+            i in 128
+              c in 64
+                j in 112
+                  O_acc_new  [128, 64] warp
+    """
+    for block in LOADS:
+        sch.set_scope(block, 0, "shared.dyn")
+    for block in ("O_acc_init", "S", "S_masked", "P", "P_cast", "O_acc_new", *STATISTICS):
+        sch.set_scope(block, 0, "warp")
+
+
+def lay_out_fragments(sch, plan):
+    """Lay the matrices out as mma.sync fragments and the row statistics by lane: [tile row, tile column, lane, register].
+
+    Registers per thread: S takes q_tile * kv_tile / threads, O takes q_tile * DV / threads.
+
+    Loop nest::
+
+        softmax
+          i in 128
+            j in 112
+              S_masked  [8, 7, 32, 8] warp
+          ...
+          i in 128
+            l in 4
+              rescale  [8, 32, 2] warp
+    """
+    for block in ("O_acc_init", "S_masked", "P", "P_cast"):
+        sch.transform_layout(block, ("write", 0), intrinsics.fragment_layout)
+    sch.transform_layout("S_masked", ("read", 0), intrinsics.fragment_layout)
+    sch.transform_layout("O_acc", ("read", 0), intrinsics.fragment_layout)
+    for block in STATISTICS:
+        sch.transform_layout(block, ("write", 0), intrinsics.statistics_layout)
+
+
+def tile_products(sch, plan):
+    """Cut both products into 16 x 16 x 16 blocks, the grain of the tensor cores, and give each warp its rows.
+
+    The reduction runs outside the columns, so that one fragment of Q or P serves all of them.
+
+    Loop nest::
+
+        kv
+          ...
+          qk
+            i_0_0 in 4
+              c_0 in 4
+                j_0 in 7
+                  i_0_1 in 2
+                    S_o
+                      i_1 in 16
+                        j_1 in 16
+                          c_1 in 16
+                            S  [8, 7, 32, 8] warp
+          ...
+          pv
+            i_0_0 in 4
+              j_0 in 7
+                c_0 in 4
+                  i_0_1 in 2
+                    O_acc_new_o
+                      i_1 in 16
+                        c_1 in 16
+                          j_1 in 16
+                            O_acc_new  [8, 4, 32, 8] warp
+    """
+    for product in ("S", "O_acc_new"):
+        i, j, k = loops_of(sch, product)
+        (i, i_frag), (j, j_frag), (k, k_frag) = (sch.split(loop, factors=[None, 16]) for loop in (i, j, k))
+        sch.reorder(i, j, k, i_frag, j_frag, k_frag)
+        sch.blockize(i_frag)
+        warp, step = sch.split(i, factors=[plan.warps, None])
+        sch.reorder(warp, k, j, step)
+
+
+def stage_fragments(sch, plan):
+    """Read the operands of the products from shared memory into fragments, right before they are used.
+
+    Loop nest::
+
+        qk
+          i_0_0 in 4
+            c_0 in 4
+              ...
+              j_0 in 7
+                ax0_0 in 1  unrolled
+                  ax1_0 in 1  unrolled
+                    ax0_1 in 16
+                      ax1_1 in 16
+                        K_tile_shared.dyn_warp  [7, 4, 32, 8] warp
+    """
+    for product, tile in (("S_o", "Q_tile"), ("S_o", "K_tile"), ("O_acc_new_o", "V_tile")):
+        block = sch.get_sblock(product)
+        _warp, k, j, _step = loops_of(sch, block)
+        fragment = sch.cache_read(block, read_index(sch, block, tile), "warp")
+        sch.compute_at(fragment, k if tile == "Q_tile" else j)  # a fragment of Q serves all columns j
+    for block in FRAGMENTS:
+        i, j = loops_of(sch, block, 2)
+        (i, i_frag), (j, j_frag) = (sch.split(loop, factors=[None, 16]) for loop in (i, j))
+        sch.reorder(i, j, i_frag, j_frag)
+        unroll_all(sch, (i, j))
+        sch.transform_layout(block, ("write", 0), intrinsics.fragment_layout)
+
+
+def bind_grid(sch, plan):
+    """One thread block per query tile, head and batch entry, all on blockIdx.x: the other grid axes end at 65,535.
+
+    Loop nest::
+
+        r_b_h_fused in ...  @blockIdx.x
+          attn
+    """
+    b, h, r = loops_of(sch, "attn")
+    if plan.heads_first:
+        sch.reorder(r, b, h)
+    sch.bind(sch.fuse(*loops_of(sch, "attn")), "blockIdx.x")
+
+
+def copy_tiles(sch, plan):
+    """All threads copy the tiles to shared memory together, 16 bytes each, into the swizzled layout that ldmatrix reads.
+
+    Shared memory: q_tile * D for Q and kv_tile * (D + DV) for K and V, these twice once the loop is pipelined; 2 bytes an element.
+
+    Loop nest::
+
+        attn
+          load_queries
+            i_c_fused_0 in 8  unrolled
+              i_c_fused_1 in 4  @threadIdx.y
+                i_c_fused_2 in 32  @threadIdx.x
+                  i_c_fused_3 in 8  vectorized
+                    Q_load  [128, 64] shared.dyn
+          ...
+          t in ...
+            kv
+              j_c_fused_0 in 7  unrolled
+                j_c_fused_1 in 4  @threadIdx.y
+                  j_c_fused_2 in 32  @threadIdx.x
+                    j_c_fused_3 in 8  vectorized
+                      K_load  [112, 64] shared.dyn
+    """
+    for block in LOADS:
+        turn = copy_cooperatively(sch, block, plan.warps, COPY_BYTES // 2)
+        sch.annotate(sch.get_sblock(block), "permuted_layout", 1)
+        if block == "Q_load":  # the pipeline makes K_load and V_load asynchronous
+            sch.annotate(turn, rewrite.ASYNC_COPY, 1)
+
+
+def bind_fragments(sch, plan):
+    """Every lane computes the elements of S, P, O and of the statistics that its registers hold.
+
+    Loop nest::
+
+        softmax
+          i_0 in 4  @threadIdx.y
+            i_3_j_2_fused in 32  @threadIdx.x
+              i_1 in 2  unrolled
+                j_0 in 7  unrolled
+                  j_1 in 2  unrolled
+                    i_2 in 2  unrolled
+                      j_3 in 2  unrolled
+                        S_masked  [8, 7, 32, 8] warp
+          i_0 in 4  @threadIdx.y
+            i_3_l_fused in 32  @threadIdx.x
+              i_1 in 2  unrolled
+                i_2 in 2  unrolled
+                  s in 14  unrolled
+                    p in 2  unrolled
+                      tile_max  [8, 32, 2] warp
+    """
+    for block in ("O_acc_init", "S_masked", "P", "P_cast", "O_acc"):
+        own_fragment(sch, block, plan.warps)
+    own_fragment(sch, "O", plan.warps, vectorize=2)  # the pair that a lane holds side by side is one store
+    for block in (*STATISTICS, "row_max", "row_sum", "LSE"):
+        own_statistics(sch, block, plan.warps)
+
+
+def bind_products(sch, plan):
+    """Warps take their rows of the products, and the products' first values get statements of their own: zero, or rescaled O.
+
+    Loop nest::
+
+        pv
+          i_0_0 in 4  @threadIdx.y
+            c_0_init in 4  unrolled
+              i_0_1_init in 2  unrolled
+                O_acc_new_o_init
+            ...
+            j_0 in 7  unrolled
+              c_0 in 4  unrolled
+                ...
+                i_0_1 in 2  unrolled
+                  O_acc_new_o_update
+    """
+    for product in ("S_o", "O_acc_new_o"):
+        warp, k, j, step = loops_of(sch, product)
+        sch.bind(warp, "threadIdx.y")
+        unroll_all(sch, (k, j, step))
+        init = sch.decompose_reduction(product, k)
+        i, j = loops_of(sch, sch.get_child_blocks(init)[0], 2)
+        half, row = sch.split(i, factors=[2, 8])
+        column_half, quad, pair = sch.split(j, factors=[2, 4, 2])
+        sch.reorder(row, quad, column_half, half, pair)
+        sch.bind(sch.fuse(row, quad), "threadIdx.x")
+        unroll_all(sch, (column_half, half, pair))
+
+
+def use_tensor_cores(sch, plan):
+    """Replace the 16 x 16 copies by ldmatrix and the 16 x 16 x 16 products by mma.sync.
+
+    Loop nest::
+
+        qk
+          i_0_0 in 4  @threadIdx.y
+            ...
+            c_0 in 4  unrolled
+              ...
+              j_0 in 7  unrolled
+                ...
+                i_0_1 in 2  unrolled
+                  S_o_update
+    """
+    for block, operand in zip(FRAGMENTS, "AKV"):
+        shared = sch.get(sch.get_sblock(block)).reads[0].source
+        sch.tensorize(loops_of(sch, block)[-2], f"ldmatrix_{operand}_{shared.dtype}_{shared.shape[-1]}")
+    for block, product in (("S", "qk"), ("O_acc_new", "pv")):
+        sch.tensorize(loops_of(sch, block)[-3], f"mma_{product}_{shared.dtype}")
+
+
+def pipeline_loads(sch, plan):
+    """Ask for K and V one tile ahead, for the plan's order of statements, and for the vote that skips the rescale.
+
+    Loop nest::
+
+        pv
+          i_0_0 in 4  @threadIdx.y
+            c_0_init in 4  unrolled
+              i_0_1_init in 2  unrolled
+                O_acc_new_o_init
+    """
+    sch.annotate(sch.get_sblock("attn"), software_pipeline.ORDER, plan.order)
+    sch.annotate(loops_of(sch, "O_acc_new_o_init")[1], rewrite.LAZY_RESCALE, plan.lazy_rescale)
+
+
+STAGES = (place_buffers, lay_out_fragments, tile_products, stage_fragments, bind_grid, copy_tiles, bind_fragments, bind_products,
+          use_tensor_cores, pipeline_loads)

@@ -1,0 +1,163 @@
+"""Small rewrites of TIR that TVM's own passes lack. Whatever names an IR node class stands in this file."""
+import functools
+import itertools
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.sym import Analyzer
+
+FULL_WARP = 0xFFFFFFFF
+
+
+def function_pass(name):
+    """Decorator: a function PrimFunc -> PrimFunc as a module pass called `name`."""
+    def make(rewrite):
+        @functools.wraps(rewrite)
+        def build(*args):
+            def apply(mod, _context):
+                return tvm.IRModule({var: rewrite(func, *args) for var, func in mod.functions_items()})
+            return tvm.transform.module_pass(apply, opt_level=0, name=name)
+        return build
+    return make
+
+
+def substitute(node, values):
+    """`node` with variables replaced: values maps Var -> expression."""
+    return tvm_ffi.structural_map(node, (tirx.Var, lambda var: next((new for old, new in values.items() if var.same_as(old)), var)))
+
+
+def is_call(expr, name):
+    return isinstance(expr, tvm.ir.Call) and getattr(expr.op, "name", "").split(".")[-1] == name
+
+
+def _mask_hint(stmt):
+    """The condition of `if likely(condition): ... else: ...`, the declaration's sign for a tile that may skip its mask; else None."""
+    if isinstance(stmt, tirx.IfThenElse) and stmt.else_case is not None and is_call(stmt.condition, "likely"):
+        return stmt.condition.args[0]
+    return None
+
+
+def _threshold(condition, var):
+    """T where the condition holds exactly for var >= T; None where it has no such form."""
+    ana = Analyzer()
+    difference = {"GE": lambda a, b: a - b, "GT": lambda a, b: a - b - 1, "LE": lambda a, b: b - a, "LT": lambda a, b: b - a - 1}
+    form = difference.get(type(condition).__name__)
+    if form is None:
+        return None
+    expr = form(condition.a, condition.b)
+    at_zero = substitute(expr, {var: tirx.IntImm("int32", 0)})
+    slope = ana.simplify(expr - at_zero - var)
+    return ana.simplify(0 - at_zero) if isinstance(slope, tirx.IntImm) and int(slope) == 0 else None
+
+
+def _resolve_hints(stmt, branch):
+    return tvm_ffi.structural_map(
+        stmt, (tirx.IfThenElse, lambda node: node if _mask_hint(node) is None else getattr(node, branch)))
+
+
+@function_pass("flashtir.SplitMaskedTiles")
+def split_masked_tiles(func):
+    """Cut the loop over key tiles at the first tile that needs no mask, and resolve the mask's `if` in both parts.
+
+    TVM's LoopPartition does not clip its first part to a symbolic extent: with one trip too few a tile would run twice.
+    """
+    def cut(loop):
+        found = []
+        tvm_ffi.structural_walk(loop.body, (tirx.IfThenElse, lambda node: found.append(_mask_hint(node)) if _mask_hint(node) is not None else None))
+        at = next((t for t in (_threshold(condition, loop.loop_var) for condition in found) if t is not None), None)
+        if at is None or loop.kind != tirx.ForKind.SERIAL:
+            return loop
+        zero = tirx.IntImm("int32", 0)
+        at = Analyzer().simplify(tirx.max(tirx.min(at - loop.min, loop.extent), zero))
+
+        def part(start, extent, branch):
+            return tirx.For(loop.loop_var, start, extent, loop.kind, _resolve_hints(loop.body, branch), None, loop.annotations, loop.step)
+        return tirx.SeqStmt([part(loop.min, at, "else_case"), part(loop.min + at, loop.extent - at, "then_case")])
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, cut), order="pre"))
+
+
+LAZY_RESCALE = "pragma_flashtir_lazy_rescale"
+
+
+@function_pass("flashtir.SkipRescale")
+def skip_rescale(func):
+    """Guard a marked rescale of the accumulator by a vote of the warp: where no row has a new maximum every factor is exactly 1.
+
+    The mark is the loop annotation LAZY_RESCALE on the nest `O_new[..] = rescale[..] * O[..]`. The vote is over all factors that the
+    lanes of the warp hold; the other branch copies, which the register allocator merges away.
+    """
+    def guard(mark):
+        if mark.attr_key != LAZY_RESCALE:
+            return mark
+        if int(mark.value) == 0:
+            return mark.body
+        loops, stores = [], []
+        tvm_ffi.structural_walk(mark.body, ((tirx.For, loops.append), (tirx.BufferStore, stores.append)), order="pre")
+        factor = stores[0].value.a
+        extents = {loop.loop_var: range(int(loop.extent)) for loop in loops}
+        used = [var for var in extents if not substitute(factor, {var: tirx.IntImm("int32", 0)}).same_as(factor)]
+        ana = Analyzer()
+        factors = {}
+        for point in itertools.product(*(extents[var] for var in used)):
+            at = substitute(factor, {var: tirx.IntImm("int32", value) for var, value in zip(used, point)})
+            at = tirx.BufferLoad(at.source, [ana.simplify(index) for index in at.indices])
+            factors[str(at)] = at
+        one = tirx.const(1.0, "float32")
+        any_new = functools.reduce(tirx.Or, (at < one for at in factors.values()))
+        vote = tirx.call_extern("int32", "__any_sync", tirx.const(FULL_WARP, "uint32"), any_new.astype("int32"))
+        copy = tvm_ffi.structural_map(
+            mark.body, (tirx.BufferStore, lambda store: tirx.BufferStore(store.buffer, store.value.b, store.indices)))
+        return tirx.IfThenElse(vote != 0, mark.body, copy)
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, guard)))
+
+
+@function_pass("flashtir.FullWarpMask")
+def full_warp_mask(func):
+    """Shuffle with the mask of a whole warp: our warps never diverge there, and asking for the active lanes costs an instruction."""
+    return func.with_body(tvm_ffi.structural_map(
+        func.body, (tvm.ir.Call, lambda call: tirx.const(FULL_WARP, "uint32") if is_call(call, "tvm_warp_activemask") else call)))
+
+
+ASYNC_COPY = "pragma_flashtir_async_copy"
+
+
+@function_pass("flashtir.AsyncCopy")
+def async_copy(func):
+    """Make a marked copy to shared memory asynchronous, as a commit group of its own.
+
+    Groups complete in order, so whoever waits for a later group, as the software pipeline does, has this one too.
+    """
+    def wrap(mark):
+        if mark.attr_key != ASYNC_COPY:
+            return mark
+        zero, one = tirx.IntImm("int32", 0), tirx.IntImm("int32", 1)
+        return tirx.AttrStmt(zero, "async_commit_queue_scope", zero, tirx.AttrStmt(zero, "async_scope", one, mark.body))
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, wrap)))
+
+
+@function_pass("flashtir.TruncatedDivision")
+def truncated_division(func):
+    """Divide by truncation: no dividend or divisor of ours is negative, and rounding down costs a branch where TVM cannot prove it."""
+    return func.with_body(tvm_ffi.structural_map(func.body, (
+        (tirx.FloorDiv, lambda expr: tirx.truncdiv(expr.a, expr.b)), (tirx.FloorMod, lambda expr: tirx.truncmod(expr.a, expr.b)))))
+
+
+def _has_warp_memory(func):
+    found = []
+    tvm_ffi.structural_walk(func.body, (tirx.AllocBuffer, lambda stmt: found.append(stmt) if stmt.buffer.scope() == "warp" else None))
+    return bool(found)
+
+
+def lower_all_warp_memory():
+    """LowerWarpMemory lowers the first warp buffer of a sequence: repeat it until none is left."""
+    lower = tirx.transform.LowerWarpMemory()
+
+    def apply(mod, _context):
+        while any(_has_warp_memory(func) for func in mod.functions.values()):
+            mod = lower(mod)
+        return mod
+    return tvm.transform.module_pass(apply, opt_level=0, name="flashtir.LowerAllWarpMemory")

@@ -1,0 +1,77 @@
+"""Check cases: seeded inputs with their float64 answers, kept beside an artefact so that whoever has it can prove it right.
+
+They are read with NumPy alone. `<stem>.check.npz` holds one text array `index`, JSON of this form, and for each case arrays
+`<case>.q`, `.k`, `.v` (the workload's type; bfloat16 as the uint16 of its bits), `.out` and `.lse` (float64)::
+
+    {"schema": 1, "workload": "fwd_d64_dv64_bf16_causal", "dtype": "bfloat16", "cases": [
+        {"name": "ragged", "scale": 0.125, "out_tolerance": 0.004, "lse_tolerance": 2e-05}, ...]}
+
+A kernel passes a case when |out - answer| <= out_tolerance and |lse - answer| <= lse_tolerance * max(|answer|, 1) everywhere, and rows
+whose answer is lse = -inf have exactly that and out = 0.
+"""
+import json
+from dataclasses import dataclass
+
+import numpy as np
+
+from te_defs import reference
+from te_defs.workload import Shape
+
+SCHEMA = 1
+
+#: name -> (shape, scale as a multiple of 1 / sqrt(D)). Between them: lengths that no tile divides, one query, more queries than keys
+#: (rows without keys under a causal mask), grouped heads, no keys, no batch, and scales of either sign and zero.
+CHECK_SHAPES = {
+    "even": (Shape(batch=1, q_heads=1, kv_heads=1, q_len=128, kv_len=128), 1.0),
+    "ragged": (Shape(batch=1, q_heads=2, kv_heads=2, q_len=113, kv_len=203), 1.0),
+    "grouped": (Shape(batch=2, q_heads=6, kv_heads=2, q_len=17, kv_len=65), 1.0),
+    "one_query": (Shape(batch=2, q_heads=4, kv_heads=1, q_len=1, kv_len=257), 1.0),
+    "few_keys": (Shape(batch=1, q_heads=2, kv_heads=1, q_len=130, kv_len=61), 1.0),
+    "no_keys": (Shape(batch=1, q_heads=2, kv_heads=2, q_len=5, kv_len=0), 1.0),
+    "no_batch": (Shape(batch=0, q_heads=2, kv_heads=2, q_len=16, kv_len=16), 1.0),
+    "negative_scale": (Shape(batch=1, q_heads=2, kv_heads=2, q_len=33, kv_len=47), -1.0),
+    "zero_scale": (Shape(batch=1, q_heads=2, kv_heads=2, q_len=9, kv_len=33), 0.0),
+    "large_scores": (Shape(batch=1, q_heads=1, kv_heads=1, q_len=64, kv_len=96), 100.0),
+}
+
+
+@dataclass(frozen=True)
+class CheckCase:
+    """Inputs q, k, v in the workload's type, the scale, float64 answers out and lse, and the errors that are allowed."""
+
+    name: str
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    scale: float
+    out: np.ndarray
+    lse: np.ndarray
+    out_tolerance: float
+    lse_tolerance: float = reference.LSE_TOLERANCE
+
+
+def check_cases(workload, seed=0):
+    """CheckCases of a workload for all of CHECK_SHAPES; each draws from a seed of its own, so that adding one changes no other."""
+    cases = []
+    for name, (shape, factor) in CHECK_SHAPES.items():
+        q, k, v = reference.make_inputs(workload, shape, seed=[seed, *name.encode()])
+        # The call hands the scale over as float32, so the answer is that of the rounded number.
+        scale = float(np.float32(factor * workload.head_dim**-0.5))
+        out, lse = reference.forward(workload, q, k, v, scale)
+        cases.append(CheckCase(name, q, k, v, scale, out, lse, reference.tolerance(workload, q, k, v, scale, answer=out)))
+    return tuple(cases)
+
+
+def write_cases(path, workload, cases):
+    """Write the cases of one workload to `path` in the form that the module describes."""
+    fields = ("name", "scale", "out_tolerance", "lse_tolerance")
+    index = {"schema": SCHEMA, "workload": workload.name, "dtype": workload.dtype,
+             "cases": [{field: getattr(case, field) for field in fields} for case in cases]}
+    arrays = {"index": np.array(json.dumps(index))}
+    for case in cases:
+        for name in ("q", "k", "v"):
+            array = getattr(case, name)
+            arrays[f"{case.name}.{name}"] = array.view(np.uint16) if workload.dtype == "bfloat16" else array
+        arrays[f"{case.name}.out"], arrays[f"{case.name}.lse"] = case.out, case.lse
+    with open(path, "wb") as file:
+        np.savez_compressed(file, **arrays)

@@ -1,0 +1,221 @@
+/* The way into an artefact. It checks every argument before anything is launched or written, and only then calls the kernel's host
+ * function, which TVM generated. Compiled into each artefact beside a generated header, artefact_config.h, with these constants:
+ *
+ *   FLASHTIR_KERNEL            symbol of the generated host function for scales of zero and above
+ *   FLASHTIR_NEGATIVE_KERNEL   its twin for scales below zero
+ *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
+ *   FLASHTIR_DTYPE_CODE, _BITS element type of q, k, v, out   FLASHTIR_DEVICE_TYPE  DLDeviceType of all tensors
+ *   FLASHTIR_ALIGNMENT         bytes that data must start on a multiple of
+ *   FLASHTIR_MANIFEST          JSON text
+ *
+ * C and not C++: the artefact then needs no C++ runtime, and of TVM only two functions of its stable C ABI.
+ */
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <tvm/ffi/c_api.h>
+
+#include "artefact_config.h"
+
+/* Hidden, so that the linker binds this call inside the artefact: two artefacts in one process cannot call each other's kernel, and nobody
+ * reaches the kernel past the checks. */
+extern int FLASHTIR_KERNEL(void *, const TVMFFIAny *, int32_t, TVMFFIAny *) __attribute__((visibility("hidden")));
+extern int FLASHTIR_NEGATIVE_KERNEL(void *, const TVMFFIAny *, int32_t, TVMFFIAny *) __attribute__((visibility("hidden")));
+
+enum { Q, K, V, OUT, LSE, TENSORS, ARGUMENTS = TENSORS + 1 };
+enum { MAX_RANK = 4 };
+
+/* What one dimension must be: a constant, the size of an earlier tensor's axis, or free (both zero). */
+typedef struct {
+  int64_t constant;
+  const char *same_as;
+  int tensor, axis;
+} Dim;
+#define FREE {0, NULL, 0, 0}
+#define CONSTANT(value) {value, NULL, 0, 0}
+#define SAME_AS(tensor, axis, name) {0, name, tensor, axis}
+
+typedef struct {
+  const char *name, *layout;
+  DLDataType dtype;
+  int rank;
+  Dim dims[MAX_RANK];
+} Wanted;
+#define ELEMENT {FLASHTIR_DTYPE_CODE, FLASHTIR_DTYPE_BITS, 1}
+
+static const Wanted kWanted[TENSORS] = {
+    {"q", "[batch, queries, heads, head_dim]", ELEMENT, 4, {FREE, FREE, FREE, CONSTANT(FLASHTIR_HEAD_DIM)}},
+    {"k", "[batch, keys, key_heads, head_dim]", ELEMENT, 4, {SAME_AS(Q, 0, "q.shape[0]"), FREE, FREE, CONSTANT(FLASHTIR_HEAD_DIM)}},
+    {"v", "[batch, keys, key_heads, value_dim]", ELEMENT, 4,
+     {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(K, 1, "k.shape[1]"), SAME_AS(K, 2, "k.shape[2]"), CONSTANT(FLASHTIR_VALUE_DIM)}},
+    {"out", "[batch, queries, heads, value_dim]", ELEMENT, 4,
+     {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 1, "q.shape[1]"), SAME_AS(Q, 2, "q.shape[2]"), CONSTANT(FLASHTIR_VALUE_DIM)}},
+    {"lse", "[batch, heads, queries]", {kDLFloat, 32, 1}, 3,
+     {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 2, "q.shape[2]"), SAME_AS(Q, 1, "q.shape[1]")}},
+};
+
+/* Raise an error of this kind; always -1, the ABI's "an error is set". */
+static int __attribute__((format(printf, 2, 3), cold)) fail(const char *kind, const char *format, ...) {
+  char text[512] = "flash_attention_forward: ";
+  size_t used = strlen(text);
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text + used, sizeof text - used, format, values);
+  va_end(values);
+  TVMFFIErrorSetRaisedFromCStr(kind, text);
+  return -1;
+}
+
+static const DLTensor *as_tensor(const TVMFFIAny *arg) {
+  if (arg->type_index == kTVMFFIDLTensorPtr) return (const DLTensor *)arg->v_ptr;
+  if (arg->type_index == kTVMFFITensor) return (const DLTensor *)((const char *)arg->v_obj + sizeof(TVMFFIObject));
+  return NULL;
+}
+
+static const char *type_name(const TVMFFIAny *arg) {
+  static const char *const plain[] = {"None", "an int", "a bool", "a float", "a plain pointer", "a dtype", "a device"};
+  if (as_tensor(arg)) return "a tensor";
+  if (arg->type_index >= 0 && arg->type_index < (int)(sizeof plain / sizeof *plain)) return plain[arg->type_index];
+  if (arg->type_index < kTVMFFIStaticObjectBegin) return "text or bytes";
+  return TVMFFIGetTypeInfo(arg->type_index)->type_key.data;
+}
+
+static const char *device_name(DLDevice device, char text[32]) {
+  switch (device.device_type) {
+    case kDLCPU: return "cpu";
+    case kDLCUDA: snprintf(text, 32, "cuda:%d", (int)device.device_id); return text;
+    default: snprintf(text, 32, "DLPack device %d:%d", (int)device.device_type, (int)device.device_id); return text;
+  }
+}
+
+static const char *dtype_name(DLDataType type, char text[32]) {
+  static const char *const codes[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};
+  const char *code = type.code < sizeof codes / sizeof *codes ? codes[type.code] : "unusual type ";
+  snprintf(text, 32, type.lanes == 1 ? "%s%d" : "%s%dx%d", code, type.bits, type.lanes);
+  return text;
+}
+
+static int check_type(const Wanted *wanted, const DLTensor *tensor, DLDevice first) {
+  char found[32], right[32];
+  DLDataType type = tensor->dtype;
+  if (tensor->ndim != wanted->rank)
+    return fail("ValueError", "%s has %d dimensions, wanted %d: %s", wanted->name, (int)tensor->ndim, wanted->rank, wanted->layout);
+  if (type.code != wanted->dtype.code || type.bits != wanted->dtype.bits || type.lanes != 1)
+    return fail("TypeError", "%s has dtype %s, wanted %s", wanted->name, dtype_name(type, found), dtype_name(wanted->dtype, right));
+  if (tensor->device.device_type != FLASHTIR_DEVICE_TYPE)
+    return fail("ValueError", "%s is on %s, wanted a tensor on %s", wanted->name, device_name(tensor->device, found),
+                FLASHTIR_DEVICE_TYPE == kDLCPU ? "the cpu" : "a cuda device");
+  if (tensor->device.device_id != first.device_id)
+    return fail("ValueError", "%s is on %s, wanted %s, where q is", wanted->name, device_name(tensor->device, found),
+                device_name(first, right));
+  return 0;
+}
+
+/* Shape, compact strides and size. `elements` receives the number of elements. */
+static int check_shape(const Wanted *wanted, const DLTensor *tensor, const DLTensor *const tensors[TENSORS], int64_t *elements) {
+  int64_t stride = 1;
+  for (int axis = 0; axis < wanted->rank; ++axis) {
+    const Dim *dim = &wanted->dims[axis];
+    int64_t size = tensor->shape[axis];
+    if (dim->constant && size != dim->constant)
+      return fail("ValueError", "%s.shape[%d] is %lld, wanted %lld, which this artefact was built for; the layout is %s", wanted->name,
+                  axis, (long long)size, (long long)dim->constant, wanted->layout);
+    if (dim->same_as && size != tensors[dim->tensor]->shape[dim->axis])
+      return fail("ValueError", "%s.shape[%d] is %lld, wanted %lld as %s; the layout is %s", wanted->name, axis, (long long)size,
+                  (long long)tensors[dim->tensor]->shape[dim->axis], dim->same_as, wanted->layout);
+  }
+  *elements = 1;
+  for (int axis = 0; axis < wanted->rank; ++axis)
+    if (tensor->shape[axis] == 0) {
+      *elements = 0;
+      return 0;
+    }
+  for (int axis = wanted->rank - 1; axis >= 0; --axis) {
+    int64_t size = tensor->shape[axis];
+    /* The stride of an axis of size one moves nothing, and libraries fill it in as they like. */
+    if (tensor->strides && size != 1 && tensor->strides[axis] != stride)
+      return fail("ValueError", "%s has stride %lld in dimension %d, wanted %lld: pass a contiguous tensor", wanted->name,
+                  (long long)tensor->strides[axis], axis, (long long)stride);
+    if (__builtin_mul_overflow(stride, size, &stride) || stride > INT32_MAX)
+      return fail("ValueError", "%s has 2^31 elements or more, wanted fewer: split the batch or the heads over several calls",
+                  wanted->name);
+  }
+  *elements = stride;
+  return 0;
+}
+
+static int check_groups(int64_t heads, int64_t key_heads) {
+  if (heads && (key_heads == 0 || heads % key_heads))
+    return fail("ValueError", "q has %lld heads and k has %lld, wanted a multiple of the key heads in q", (long long)heads,
+                (long long)key_heads);
+  return 0;
+}
+
+static int check_scale(const TVMFFIAny *arg, int *negative) {
+  if (arg->type_index != kTVMFFIFloat && arg->type_index != kTVMFFIInt)
+    return fail("TypeError", "scale is %s, wanted a number", type_name(arg));
+  double scale = arg->type_index == kTVMFFIInt ? (double)arg->v_int64 : arg->v_float64;
+  if (!isfinite((float)scale)) return fail("ValueError", "scale is %g, wanted a number that is finite in float32", scale);
+  *negative = scale < 0;
+  return 0;
+}
+
+static int64_t bytes_of(const DLTensor *tensor, int64_t elements) { return elements * tensor->dtype.bits / 8; }
+
+static int check_memory(const DLTensor plain[TENSORS], const int64_t elements[TENSORS]) {
+  for (int i = 0; i < TENSORS; ++i) {
+    if (elements[i] == 0) continue;
+    uintptr_t start = (uintptr_t)plain[i].data, end = start + bytes_of(&plain[i], elements[i]);
+    if (start == 0) return fail("ValueError", "%s has no data, wanted a pointer to its elements", kWanted[i].name);
+    if (start % FLASHTIR_ALIGNMENT)
+      return fail("ValueError", "%s starts %d bytes past a multiple of %d, wanted data aligned to %d bytes: pass a copy", kWanted[i].name,
+                  (int)(start % FLASHTIR_ALIGNMENT), FLASHTIR_ALIGNMENT, FLASHTIR_ALIGNMENT);
+    for (int output = OUT; output <= LSE; ++output) {
+      uintptr_t written = (uintptr_t)plain[output].data, written_end = written + bytes_of(&plain[output], elements[output]);
+      if (i < output && elements[output] && start < written_end && written < end)
+        return fail("ValueError", "%s shares memory with %s, wanted outputs of their own", kWanted[output].name, kWanted[i].name);
+    }
+  }
+  return 0;
+}
+
+/* flash_attention_forward(q, k, v, out, lse, scale) -> None */
+TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+  const DLTensor *tensors[TENSORS];
+  int64_t elements[TENSORS];
+  DLTensor plain[TENSORS];
+  TVMFFIAny checked[ARGUMENTS];
+  int negative = 0;
+
+  if (count != ARGUMENTS) return fail("TypeError", "found %d arguments, wanted %d: q, k, v, out, lse, scale", (int)count, ARGUMENTS);
+  for (int i = 0; i < TENSORS; ++i) {
+    tensors[i] = as_tensor(&args[i]);
+    if (tensors[i] == NULL) return fail("TypeError", "%s is %s, wanted a tensor", kWanted[i].name, type_name(&args[i]));
+    if (check_type(&kWanted[i], tensors[i], tensors[Q]->device)) return -1;
+    if (check_shape(&kWanted[i], tensors[i], tensors, &elements[i])) return -1;
+    /* The kernel's host function gets the plainest form of each tensor: no offset, and no strides, which says compact. It would refuse an
+     * odd stride of an axis of size one, and the missing data of an empty tensor. */
+    plain[i] = *tensors[i];
+    plain[i].data = (char *)tensors[i]->data + tensors[i]->byte_offset;
+    plain[i].byte_offset = 0;
+    plain[i].strides = NULL;
+    checked[i] = (TVMFFIAny){.type_index = kTVMFFIDLTensorPtr, .v_ptr = &plain[i]};
+  }
+  checked[TENSORS] = args[TENSORS];
+  if (check_groups(tensors[Q]->shape[2], tensors[K]->shape[2]) || check_scale(&args[TENSORS], &negative) || check_memory(plain, elements)) return -1;
+  if (elements[LSE] == 0) return 0;
+  if (elements[K] == 0) plain[K].data = plain[V].data = plain[Q].data;
+  return (negative ? FLASHTIR_NEGATIVE_KERNEL : FLASHTIR_KERNEL)(self, checked, ARGUMENTS, result);
+}
+
+/* flash_attention_manifest() -> JSON text */
+TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_manifest(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+  (void)self, (void)args, (void)count;
+  TVMFFIByteArray text = {FLASHTIR_MANIFEST, sizeof FLASHTIR_MANIFEST - 1};
+  return TVMFFIStringFromByteArray(&text, result);
+}
+
+/* Code that calls the module's main function, as TVM lets it, gets the checked one; the generated one is weak and yields. */
+TVM_FFI_DLL_EXPORT int __tvm_ffi_main(void *, const TVMFFIAny *, int32_t, TVMFFIAny *)
+    __attribute__((alias("__tvm_ffi_flash_attention_forward")));

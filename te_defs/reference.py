@@ -18,11 +18,23 @@ def make_inputs(workload, shape, seed=0):
     return tuple(rng.standard_normal(size).astype(numpy_dtype(workload)) for size in shape.tensors(workload)[:3])
 
 
-def _scores(workload, q, k, scale):
-    """Masked scores S [B, H, N, M]: scale * Q K^T, -inf where the mask hides the key; each key head serves a group of query heads."""
-    (_, n, h, _), (_, m, g, _) = q.shape, k.shape
-    k = np.repeat(k, h // g, axis=2) if h else k
-    s = np.einsum("bihc,bjhc->bhij", q, k) * scale
+def _product(q, k):
+    """Q K^T [B, H, N, M]; each key head serves a group of query heads."""
+    return np.einsum("bihc,bjhc->bhij", q, np.repeat(k, q.shape[2] // k.shape[2], axis=2) if q.shape[2] else k)
+
+
+def _product_in_order(q, k):
+    """The same, summed channel by channel as a plain loop does: np.einsum's own order rounds better than any kernel's need be."""
+    s = np.zeros_like(_product(q[..., :0], k[..., :0]))
+    for c in range(q.shape[-1]):
+        s += _product(q[..., c:c + 1], k[..., c:c + 1])
+    return s
+
+
+def _scores(workload, q, k, scale, product=_product):
+    """Masked scores S [B, H, N, M]: scale * Q K^T, -inf where the mask hides the key."""
+    n, m = q.shape[1], k.shape[1]
+    s = product(q, k) * scale
     return np.where(MASKS[workload.mask].keep(np.arange(n)[:, None] + m - n, np.arange(m)[None, :], m), s, -np.inf)
 
 
@@ -72,7 +84,7 @@ def plain(workload, q, k, v, scale=None):
     dtype = numpy_dtype(workload)
     q, k, v = (x.astype(np.float32) for x in (q, k, v))
     scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
-    p, row_sum, _ = _softmax(_scores(workload, q, k, scale))
+    p, row_sum, _ = _softmax(_scores(workload, q, k, scale, _product_in_order))
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
     out = np.einsum("bhij,bjhc->bihc", p.astype(dtype).astype(np.float32), v)
     return (out / np.where(row_sum == 0, 1, row_sum)[..., 0].swapaxes(1, 2)[..., None]).astype(dtype)

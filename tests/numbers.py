@@ -1,0 +1,40 @@
+"""Running a forward function on the CPU and asking the reference whether its numbers are right."""
+import numpy as np
+import tvm
+
+from te_defs import reference
+from te_defs.workload import Shape
+
+#: Shapes that break kernels: no tile divides them, more queries than keys, one query, groups, no keys; with a scale factor each.
+RAGGED = {
+    "ragged": (Shape(1, 2, 2, 77, 90), 1.0),
+    "grouped": (Shape(2, 6, 2, 17, 65), 1.0),
+    "one_query": (Shape(1, 2, 1, 1, 129), 1.0),
+    "few_keys": (Shape(1, 3, 1, 90, 40), 1.0),
+    "even": (Shape(1, 1, 1, 128, 128), 1.0),
+    "no_keys": (Shape(1, 2, 2, 5, 0), 1.0),
+    "zero_scale": (Shape(1, 1, 1, 33, 47), 0.0),
+    "large_scores": (Shape(1, 1, 1, 64, 96), 300.0),
+}
+
+
+def run(function, workload, inputs, scale):
+    """(out, lse) of a compiled function (q, k, v, out, lse, scale); the outputs hold NaN before."""
+    q, k, v = inputs
+    out = np.full((*q.shape[:3], v.shape[-1]), np.nan, np.float32).astype(reference.numpy_dtype(workload))
+    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
+    arguments = [tvm.runtime.tensor(array) for array in (q, k, v, out, lse)]
+    function(*arguments, float(scale))
+    return arguments[3].numpy(), arguments[4].numpy()
+
+
+def verdict(function, workload, shape, scale_factor=1.0, seed=0):
+    """None where the function is right on seeded inputs of this shape, else the reference's sentence.
+
+    scale_factor  scale as a multiple of 1 / sqrt(D)
+    """
+    inputs = reference.make_inputs(workload, shape, seed)
+    scale = float(np.float32(scale_factor * workload.head_dim**-0.5))
+    answer, lse_answer = reference.forward(workload, *inputs, scale)
+    out, lse = run(function, workload, inputs, scale)
+    return reference.mismatch(out, lse, answer, lse_answer, reference.tolerance(workload, *inputs, scale, answer))

@@ -1,0 +1,129 @@
+"""The mma family without a GPU: numbers up to the first bind, then the instructions and resources of what is compiled."""
+import re
+
+import pytest
+import tvm
+
+from schedules.arch import CUDA_ARCHS, cpu_arch, cuda_arch
+from schedules.build import build, schedule
+from schedules.families import mma
+from schedules.intrinsics.mma import fragment_layout, statistics_layout
+from schedules.lowering import software_pipeline
+from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
+from schedules.plan import PlanError
+from te_defs.workload import Workload
+from tests.numbers import RAGGED, verdict
+
+UNBOUND = [stage.__name__ for stage in mma.STAGES[:[stage.__name__ for stage in mma.STAGES].index(mma.BINDS_AT)]]
+WORKLOADS = [Workload(d, d, dtype, mask) for d in (64, 128) for dtype in ("float16", "bfloat16") for mask in ("full", "causal")]
+#: Every workload for the oldest chip and the newest big one, one for each chip with less shared memory.
+COMPILED = [(w, arch) for arch in ("sm_80", "sm_90a") for w in WORKLOADS] + [
+    (Workload(128, 128, "float16", "causal"), arch) for arch in ("sm_86", "sm_89", "sm_120")]
+
+
+@pytest.fixture(scope="module")
+def after_stage():
+    """Function (workload, number of stages) -> the half-scheduled function on llvm, each compiled once."""
+    known = {}
+
+    def build_prefix(workload, stages):
+        if (workload, stages) not in known:
+            plan = mma.MmaPlan(q_tile=64, kv_tile=32, warps=2)
+            known[workload, stages] = tvm.compile(schedule(mma, workload, plan, stages).mod, "llvm")
+        return known[workload, stages]
+    return build_prefix
+
+
+@pytest.mark.parametrize("case", ["ragged", "few_keys", "grouped", "no_keys"])
+@pytest.mark.parametrize("stages", range(1, len(UNBOUND) + 1), ids=UNBOUND)
+@pytest.mark.parametrize("workload", [Workload(64, 64, "float16", "causal"), Workload(64, 64, "float16", "full")], ids=lambda w: w.name)
+def test_numbers_after_each_stage_before_the_first_bind(after_stage, workload, stages, case):
+    assert verdict(after_stage(workload, stages), workload, *RAGGED[case]) is None
+
+
+@pytest.fixture(scope="module")
+def compile_plan(toolkit):
+    """Function (workload, arch, plan) -> (CUDA source, CompiledKernel)."""
+    def make(workload, arch, plan):
+        with cuda_compiler(toolkit, (arch.name,), CudaOptions(**mma.compiler_options(plan))) as log:
+            module = build(schedule(mma, workload, plan).mod, mma, arch)
+        return module.imports[0].inspect_source(), log.last
+    return make
+
+
+@pytest.mark.parametrize("workload, arch", COMPILED, ids=lambda value: getattr(value, "name", value))
+def test_seed_plan_compiles(compile_plan, figures, workload, arch):
+    arch = cuda_arch(arch)
+    source, kernel = compile_plan(workload, arch, mma.default_plan(workload, arch))
+    for instruction in ("mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4", "cp.async.cg.shared.global", "__any_sync"):
+        assert instruction in source
+    assert "__activemask" not in source and kernel.warnings == ()
+    figures(f"mma {workload.name} {arch.name}", {"registers": kernel.most("registers"), "spilled_bytes": kernel.most("spill_store_bytes")})
+
+
+def test_rescale_is_skipped_only_where_asked(compile_plan):
+    workload, arch = WORKLOADS[0], cuda_arch("sm_80")
+    plan = mma.default_plan(workload, arch)
+    assert "__any_sync" not in compile_plan(workload, arch, plan.but(lazy_rescale=0))[0]
+
+
+def test_key_loop_is_split_where_the_mask_ends(compile_plan):
+    workload, arch = Workload(64, 64, "float16", "causal"), cuda_arch("sm_80")
+    source, _ = compile_plan(workload, arch, mma.default_plan(workload, arch))
+    _before, masked, unmasked = re.split(r"\n  for \(int t", source)
+    unmasked = unmasked.split("wait_group_0")[0]  # the last tile is computed behind the loop
+    assert "CUDART_INF_F" in masked and "CUDART_INF_F" not in unmasked and "mma" in unmasked
+
+
+@pytest.mark.parametrize("workload, arch, reason", [
+    (Workload(64, 64, "float16"), cuda_arch("sm_75"), "sm_75 has no mma.sync m16n8k16"),
+    (Workload(64, 64, "float16"), cpu_arch("x", 256, 2), "x has no mma.sync m16n8k16"),
+    (Workload(64, 64, "float32"), cuda_arch("sm_80"), "tensor cores take 16-bit inputs, not float32"),
+    (Workload(96, 96, "float16"), cuda_arch("sm_80"), "head dimensions must be among .*, not 96 and 96"),
+])
+def test_declines_with_a_reason(workload, arch, reason):
+    assert re.match(reason, mma.decline(workload, arch))
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(q_tile=96), "q_tile must be a multiple of 16 rows for each warp, found q_tile 96 and 4 warps: change either"),
+    (dict(kv_tile=40), "kv_tile must be a multiple of 16, found 40: round it"),
+    (dict(q_tile=256, warps=4), "registers of plan .* must stay within 255 per thread on sm_80, found 312"),
+    (dict(q_tile=1024, kv_tile=128, warps=32), "shared memory of plan .* must stay within 166912 bytes on sm_80, found 196608"),
+    (dict(kv_tile=16, warps=8, q_tile=128), "a tile of K must be whole turns of 2048 elements that all threads copy together, found 1024"),
+])
+def test_budget_refuses(changes, message):
+    plan = mma.MmaPlan(q_tile=128, kv_tile=64, warps=4)
+    with pytest.raises(PlanError, match=message.replace("(", r"\(")):
+        mma.budget(Workload(64, 64), cuda_arch("sm_80"), plan.but(**changes))
+
+
+@pytest.mark.parametrize("arch", [arch.name for arch in CUDA_ARCHS.values() if arch.mma])
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
+def test_seed_is_the_first_choice_and_all_choices_fit(workload, arch):
+    arch = cuda_arch(arch)
+    choices = mma.tile_choices(workload, arch)
+    assert choices[0] == mma.default_plan(workload, arch) and len(set(choices)) == len(choices) >= 3
+    for plan in choices:
+        mma.budget(workload, arch, plan)
+
+
+def test_layouts_are_those_of_the_ptx_manual():
+    """PTX ISA, m16n8k16: c0 of lane 0 is (0, 0), c2 is (8, 0); lane 5 holds row 1, columns 2 and 3."""
+    assert fragment_layout(0, 0) == (0, 0, 0, 0) and fragment_layout(8, 0)[2:] == (0, 2)
+    assert fragment_layout(1, 2)[2:] == (5, 0) and fragment_layout(1, 3)[2:] == (5, 1) and fragment_layout(0, 8)[2:] == (0, 4)
+    assert statistics_layout(25, 2) == (1, 6, 1)
+
+
+@pytest.mark.parametrize("order", range(len(software_pipeline.ORDERS)), ids=[name for name, _ in software_pipeline.ORDERS])
+def test_orders_keep_what_depends_on_each_other(order):
+    """Each statement runs once, and after those whose results it reads."""
+    stages, positions = software_pipeline.pipeline_lists(order)
+    at = dict(zip(software_pipeline.STATEMENTS, positions))
+    assert sorted(positions) == list(range(len(positions))) and stages.count(0) == 2
+    for earlier, later in (("S_init", "S"), ("S", "S_masked"), ("S_masked", "tile_max"), ("tile_max", "pair_max"), ("pair_max", "row_max_new"),
+                           ("row_max_new", "rescale"), ("row_max_new", "row_max_scaled"), ("row_max_scaled", "P"), ("P", "tile_sum"),
+                           ("tile_sum", "row_sum_new"), ("rescale", "row_sum_new"), ("P", "P_cast"), ("P_cast", "O_acc_new"),
+                           ("rescale", "O_init"), ("O_init", "O_acc_new"), ("O_acc_new", "O_acc"), ("rescale", "row_max"),
+                           ("row_sum_new", "row_sum")):
+        assert at[earlier] < at[later], f"{later} before {earlier}"

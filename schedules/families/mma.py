@@ -130,8 +130,8 @@ def compiler_options(plan):
 
 def declare(workload, plan, negative_scale=False):
     """The plain function at the plan's tile, with statistics per lane of a quad; makes the intrinsics known that it will need."""
-    for columns in {workload.head_dim, workload.value_dim}:
-        intrinsics.register(workload.dtype, columns)
+    d, dv = workload.head_dim, workload.value_dim
+    intrinsics.register(workload.dtype, {"A": (plan.q_tile, d), "K": (plan.kv_tile, d), "V": (plan.kv_tile, dv)})
     return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, row_lanes=4, negative_scale=negative_scale)
 
 
@@ -373,7 +373,7 @@ def use_tensor_cores(sch, plan):
     """
     for block, operand in zip(FRAGMENTS, "AKV"):
         shared = sch.get(sch.get_sblock(block)).reads[0].source
-        sch.tensorize(loops_of(sch, block)[-2], f"ldmatrix_{operand}_{shared.dtype}_{shared.shape[-1]}")
+        sch.tensorize(loops_of(sch, block)[-2], intrinsics.ldmatrix_name(operand, shared.dtype, *shared.shape))
     for block, product in (("S", "qk"), ("O_acc_new", "pv")):
         sch.tensorize(loops_of(sch, block)[-3], f"mma_{product}_{shared.dtype}")
 

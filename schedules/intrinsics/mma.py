@@ -4,7 +4,7 @@ All operate on 16 x 16 tiles that a warp holds in registers ("fragments"). A fra
 scope; `fragment_place` gives the lane and register of an element (PTX ISA, "Matrix fragments for mma.m16n8k16"). The map of the
 accumulator and that of operand A agree, so the probabilities, once cast, are an operand of the second product as they stand.
 
-Names: `ldmatrix_<operand>_<dtype>_<row elements>` and `mma_<product>_<dtype>`; `register` makes those of a workload known to TVM.
+Names: `ldmatrix_<operand>_<dtype>_<rows>x<columns>` and `mma_<product>_<dtype>`; `register` makes those of a tile known to TVM.
 """
 from tvm.s_tir import TensorIntrin
 from tvm.script import tirx as T
@@ -141,15 +141,17 @@ _LDMATRIX = {
 }
 
 
-def ldmatrix(operand, dtype, columns):
-    """Description and implementation of one ldmatrix.x4: a 16 x 16 tile of a swizzled shared buffer [rows, columns] to a fragment.
+def ldmatrix(operand, dtype, rows, columns):
+    """Description and implementation of one ldmatrix.x4: a 16 x 16 part of a swizzled shared tile [rows, columns] to a fragment.
 
     operand  A: rows of Q; K: rows of K as the second operand of Q K^T; V: rows of V as that of P V (transposed on the way)
 
-    The buffer is stored with the 16-byte chunk c of row r at chunk c ^ (r % 8) of its 128-byte line (TVM's permuted_layout), which
-    makes the eight rows that ldmatrix reads at once fall into different banks. The XOR is taken once per lane; tiles differ by
-    constants, which the compiler folds.
+    The tile is stored with the 16-byte chunk c of row r at chunk c ^ (r % 8) of its 128-byte line (TVM's permuted_layout), which
+    makes the eight rows that ldmatrix reads at once fall into different banks. The swizzle acts on the bits below a line, so the
+    part's column can be XORed last, onto the lane's own address in this copy of the tile (double buffering puts several one after
+    the other): the compiler then keeps one address a tile in registers, and not one for each column.
     """
+    tile = rows * columns
     transposed, row, half = _LDMATRIX[operand]
 
     @T.prim_func(s_tir=True)
@@ -177,18 +179,23 @@ def ldmatrix(operand, dtype, columns):
             T.reads(shared[0:16, 0:16])
             T.writes(warp[0:32, 0:8])
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
+                copy = T.meta_var(shared.elem_offset // tile * tile)
+                column = T.meta_var(shared.elem_offset % SWIZZLE_ELEMENTS)
+                own = T.meta_var(copy + row(lane) * columns + T.bitwise_xor(half(lane), lane % 8) * 8)
                 T.evaluate(T.ptx_legacy.ldmatrix(
                     transposed, 4, ".b16", warp.data, warp.elem_offset + 8 * lane, shared.access_ptr("r"),
-                    row(lane) * columns - shared.elem_offset % SWIZZLE_ELEMENTS
-                    + T.bitwise_xor(T.bitwise_xor(half(lane), lane % 8) * 8, shared.elem_offset % SWIZZLE_ELEMENTS),
-                    dtype=dtype))
+                    T.bitwise_xor(own, column) - column - copy, dtype=dtype))
 
     return meaning, spelling
 
 
-def register(dtype, columns):
-    """Make the intrinsics for element type `dtype` and tiles of `columns` elements a row known; return the naming function."""
-    for operand in _LDMATRIX:
-        TensorIntrin.register(f"ldmatrix_{operand}_{dtype}_{columns}", *ldmatrix(operand, dtype, columns), override=True)
+def ldmatrix_name(operand, dtype, rows, columns):
+    return f"ldmatrix_{operand}_{dtype}_{rows}x{columns}"
+
+
+def register(dtype, tiles):
+    """Make known what products of element type `dtype` need; tiles maps each operand A, K and V to its tile's (rows, columns)."""
+    for operand, shape in tiles.items():
+        TensorIntrin.register(ldmatrix_name(operand, dtype, *shape), *ldmatrix(operand, dtype, *shape), override=True)
     TensorIntrin.register(f"mma_qk_{dtype}", *mma_qk(dtype), override=True)
     TensorIntrin.register(f"mma_pv_{dtype}", *mma_pv(dtype), override=True)

@@ -1,0 +1,96 @@
+"""Pipeline `flashtir_simt`: TVM's own pass list for CUDA, cut short to what the simt family needs, with three passes more.
+
+* `guard_masked_tiles` leaves the question whether a key exists to the tiles that need a mask.
+* `split_masked_tiles` cuts the loop over key tiles at the first tile without mask, so that interior tiles run without either. It
+  stands before LoopPartition, which would cut a symbolic loop wrongly, and before unrolling, while there is one mask to see.
+* `hoist_divisions` takes the key head h // (H // G) out of the guarded loads: a compiler may not move a division out of a branch.
+"""
+import tvm_ffi
+from tvm import s_tir, tirx
+
+from schedules.lowering import pass_lists, rewrite
+
+#: Pass configuration that goes with the pipeline: the stock one.
+CONFIG = {}
+
+
+@rewrite.function_pass("flashtir.GuardMaskedTiles")
+def guard_masked_tiles(func):
+    """Ask whether a key exists only in tiles that need a mask: a tile without mask lies wholly inside the keys.
+
+    The declaration guards a load of K or V by `not the last tile, or key < M`. The loop is cut by the mask's condition, which implies
+    the guard; so the guarded store becomes `if likely(no mask): store unguarded; else: store guarded`, for the cut to resolve.
+    """
+    def hint_of(loop):
+        found = []
+        tvm_ffi.structural_walk(loop.body, (tirx.IfThenElse, lambda node: found.append(node.condition)))
+        return next((condition for condition in found if rewrite.is_call(condition, "likely")), None)
+
+    def split_guard(loop):
+        hint = hint_of(loop)
+        if hint is None or loop.kind != tirx.ForKind.SERIAL:
+            return loop
+
+        def split(store):
+            load = store.value
+            if not (rewrite.is_call(load, "if_then_else") and isinstance(load.args[0], tirx.Or)):
+                return store
+            return tirx.IfThenElse(hint, tirx.BufferStore(store.buffer, load.args[1], store.indices), store)
+        body = tvm_ffi.structural_map(loop.body, (tirx.BufferStore, split))
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, None, loop.annotations, loop.step)
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, split_guard)))
+
+
+@rewrite.function_pass("flashtir.HoistDivisions")
+def hoist_divisions(func):
+    """Compute divisions by run-time sizes once, at the top of the kernel, where they depend on block index and sizes alone.
+
+    These are not negative, so the quotient is the one that truncates, without the sign cases of floor division.
+    """
+    launches, quotients = [], []
+    tvm_ffi.structural_walk(
+        func.body, (tirx.AttrStmt, lambda mark: launches.append(mark) if mark.attr_key == "thread_extent" else None), order="pre")
+    known = [*func.params, *(mark.node.var for mark in launches)]
+
+    def quotient(dividend, divisor):
+        """The variable that holds a quotient; None where an operand is not known at the top."""
+        used, value = [], tirx.truncdiv(dividend, divisor)
+        tvm_ffi.structural_walk(value, (tirx.Var, used.append))
+        if not all(any(var.same_as(other) for other in known) for var in used):
+            return None
+        held = next((var for var, other in quotients if tvm_ffi.structural_equal(value, other)), None)
+        if held is None:
+            held = tirx.Var("quotient", dividend.ty)
+            quotients.append((held, value))
+            known.append(held)
+        return held
+
+    def hoist(node):
+        held = None if isinstance(node.b, tirx.IntImm) else quotient(node.a, node.b)
+        if held is None:
+            return node
+        return held if isinstance(node, tirx.FloorDiv) else node.a - held * node.b
+
+    def insert(mark):
+        if not any(mark.node.same_as(launch.node) for launch in launches[-1:]):
+            return mark
+        return tirx.AttrStmt(mark.node, mark.attr_key, mark.value, tirx.SeqStmt([*(tirx.Bind(*pair) for pair in quotients), mark.body]))
+
+    body = tvm_ffi.structural_map(func.body, ((tirx.FloorDiv, tirx.FloorMod), hoist))
+    return func.with_body(tvm_ffi.structural_map(body, (tirx.AttrStmt, insert)) if quotients else func.body)
+
+
+pass_lists.register("flashtir_simt", [
+    *pass_lists.blocks_to_loops(),
+    *pass_lists.flatten(),
+    *pass_lists.split_key_loop([guard_masked_tiles(), rewrite.split_masked_tiles()]),
+    *pass_lists.loops_to_statements(hoist=[s_tir.transform.HoistIfThenElse()]),
+    tirx.transform.CommonSubexprElim(),
+    *pass_lists.statements_to_function(),
+], device=[
+    tirx.transform.LowerWarpMemory(),
+    rewrite.full_warp_mask(),
+    tirx.transform.StmtSimplify(),
+    hoist_divisions(),  # last: StmtSimplify puts the value of a binding back where it is used
+])

@@ -1,0 +1,69 @@
+"""What the tests share: flags, what is skipped and why, golden texts, and the tools of a machine."""
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from schedules.lowering.toolkit import ToolkitError, driver_version, find_toolkit, preload
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).with_name("golden")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("flashtir")
+    group.addoption("--gpu", action="store_true", help="a GPU must be there: tests that need one fail without it, instead of being skipped")
+    group.addoption("--update-golden", action="store_true", help="write the texts in tests/golden anew instead of comparing with them")
+    group.addoption("--update-nests", action="store_true", help="write the loop nests in the docstrings of stages anew")
+
+
+def pytest_collection_modifyitems(config, items):
+    if driver_version() is None and not config.getoption("--gpu"):
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and its driver"))
+
+
+@pytest.fixture(scope="session")
+def toolkit(tmp_path_factory):
+    """The CUDA compiler, with TVM's CUDA runtime loaded (over a stub driver where there is none), so that TVM makes device code."""
+    try:
+        found = find_toolkit(os.environ)
+    except ToolkitError as error:
+        pytest.skip(str(error))
+    preload(found, tmp_path_factory.mktemp("stub"))
+    return found
+
+
+@pytest.fixture
+def golden(request):
+    """Function (name, text): compares the text with tests/golden/<name>, or writes it there under --update-golden."""
+    def compare(name, text):
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        assert path.is_file(), f"{path.name} is missing in tests/golden: run pytest --update-golden and look at it"
+        assert text == path.read_text()
+    return compare
+
+
+@pytest.fixture
+def figures(request, toolkit):
+    """Function (name, dict): compares a kernel's resources with its entry in tests/golden/resources.json, or sets it under --update-golden.
+
+    Another compiler allocates other registers: the comparison is skipped where nvcc is not the one that the table names.
+    """
+    path, version = GOLDEN / "resources.json", ".".join(map(str, toolkit.version))
+
+    def compare(name, found):
+        table = json.loads(path.read_text()) if path.is_file() else {"nvcc": version}
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps({**table, "nvcc": version, name: found}, indent=1, sort_keys=True) + "\n")
+        elif table["nvcc"] != version:
+            pytest.skip(f"figures are those of nvcc {table['nvcc']}, found nvcc {version}")
+        else:
+            assert table.get(name) == found
+    return compare

@@ -1,0 +1,44 @@
+"""The two forms of a declaration: symbolic, which is built, and static, which MetaSchedule searches with."""
+import tvm
+from tvm import s_tir, tirx
+
+
+def symbolic_form(space):
+    """Module whose function `main` is the declaration of a space: lengths, batch and heads are variables."""
+    return tvm.IRModule({"main": space.family.declare(space.workload, space.seed)})
+
+
+def static_form(symbolic, workload, shape):
+    """The same at fixed sizes and the default scale: MetaSchedule's search key cannot have variables.
+
+    An attribute of the function holds every loop and block once more. A Schedule shares the module that it starts from, and TVM 0.27
+    changes a loop or block in place if it is held once, by a sequence or a realize statement that is shared itself: without the
+    attribute, replaying a first trace would spoil the module for the second.
+    """
+    func = symbolic["main"]
+    buffers = {param: tirx.decl_buffer(size, param.dtype, name=param.name, data_alignment=param.data_alignment)
+               for param, size in zip(func.params, shape.tensors(workload))}
+    fixed = func.specialize({**buffers, func.params[-1]: tirx.FloatImm("float32", workload.head_dim**-0.5)})
+    return tvm.IRModule({"main": fixed.with_attr("flashtir.parts", loops_and_blocks(fixed.body))})
+
+
+def schedule_static(static):
+    """A Schedule of a static form. Its errors do not show the module: TVM's printer would end the process over the attribute."""
+    return s_tir.Schedule(static, debug_mask=0, error_render_level="fast")
+
+
+def copy_of(mod):
+    """A module that shares nothing with this one; what a schedule of the symbolic form starts from."""
+    return tvm.ir.load_json(tvm.ir.save_json(mod))
+
+
+def loops_and_blocks(stmt):
+    """All loops and blocks of a statement, outer ones first."""
+    kind = type(stmt).__name__
+    if kind == "SBlockRealize":
+        return [stmt.block, *loops_and_blocks(stmt.block.body)]
+    if kind == "For":
+        return [stmt, *loops_and_blocks(stmt.body)]
+    if kind == "SeqStmt":
+        return [part for each in stmt.seq for part in loops_and_blocks(each)]
+    return []

@@ -1,0 +1,188 @@
+"""A tuning log on disk: tuning_logs/<gpu>/<workload>/ with what was measured, MetaSchedule's database of the best, and run.json.
+
+    measured.json                  every plan that was built, with its seconds or the reason why it was refused: what a resumed run skips
+    database_workload.json         MetaSchedule's JSON database: the symbolic declaration of the best plan,
+    database_tuning_record.json    and the traces of the few best plans of that declaration
+    run.json                       device, target, the best plan with its figures, and each session with seed, versions and commit
+
+Each file is complete under its name at all times. measured.json is written while the tuning goes on, the others when a session ends.
+"""
+import json
+import os
+import tempfile
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, fields
+from pathlib import Path
+
+from te_defs.workload import Shape
+
+SCHEMA = 1
+MEASURED, RUN = "measured.json", "run.json"
+DATABASE = ("database_workload.json", "database_tuning_record.json")
+
+
+class LogError(RuntimeError):
+    """A tuning log that cannot be used; the message is one sentence."""
+
+
+class DamagedLog(LogError):
+    """A file of a log that is not what the tuner writes."""
+
+
+class ForeignLog(LogError):
+    """A log of another GPU, target, workload or shape."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known of a plan: seconds a call, or the reason why it was refused; and registers and bytes of spills per thread."""
+
+    seconds: float | None = None
+    refused: str | None = None
+    registers: int | None = None
+    spill_bytes: int | None = None
+
+
+class Log:
+    """The log of one workload on one device.
+
+    root      folder of all logs
+    slug      name of the device, such as nvidia-h200
+    workload  te_defs.workload.Workload
+    arch      row of schedules.arch that kernels are lowered for
+    """
+
+    def __init__(self, root, slug, workload, arch):
+        self.path = Path(root) / slug / workload.name
+        self.slug, self.workload, self.arch = slug, workload, arch
+
+    def read_run(self):
+        """run.json as a dict, None where there is none; ForeignLog where it names another device or target."""
+        run = read_json(self.path / RUN)
+        if run is not None:
+            for what, found, wanted in (("device", run.get("device", {}).get("slug"), self.slug),
+                                        ("target", run.get("arch"), self.arch.name), ("workload", run.get("workload"), self.workload.name)):
+                if found != wanted:
+                    raise ForeignLog(f"{self.path / RUN} must be of {what} {wanted}, found {found}: use another --logs folder")
+        return run
+
+    def read_measured(self, families, shape):
+        """({(family name, plan): Outcome}, {structure: declaration hash}); both empty where there is no file.
+
+        families  modules by name, for the classes of their plans
+        shape     te_defs.workload.Shape that is timed now; ForeignLog where the log's is another
+        """
+        path = self.path / MEASURED
+        data = read_json(path)
+        if data is None:
+            return {}, {}
+        if data.get("shape") != asdict(shape) or data.get("arch") != self.arch.name:
+            raise ForeignLog(f"{path} must be of {self.arch.name} at {shape}, found {data.get('arch')} at "
+                             f"{data.get('shape')}: name that --length, or another --logs folder")
+        outcomes = {}
+        try:
+            for family, values, *outcome in data["plans"]:
+                if family in families:
+                    names = data["fields"][family]
+                    if set(names) == {field.name for field in fields(families[family].PLAN)}:
+                        outcomes[family, families[family].PLAN(**dict(zip(names, values)))] = Outcome(*outcome)
+            return outcomes, dict(data["declarations"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedLog(f"{path} must list plans and outcomes, found something else ({error!r}): delete the file") from error
+
+    def write_measured(self, outcomes, declarations, shape):
+        """Keep the outcomes, one line each."""
+        head = {"schema": SCHEMA, "workload": self.workload.name, "arch": self.arch.name, "shape": asdict(shape),
+                "declarations": declarations,
+                "fields": {family: [field.name for field in fields(plan)] for family, plan in outcomes}}
+        lines = [json.dumps([family, list(astuple(plan)), *_trimmed(astuple(outcome))]) for (family, plan), outcome in outcomes.items()]
+        write_text(self.path / MEASURED, json.dumps(head)[:-1] + ', "plans": [\n' + ",\n".join(lines) + "\n]}\n")
+
+    def write_run(self, run):
+        write_text(self.path / RUN, json.dumps({"schema": SCHEMA, **run}, indent=2) + "\n")
+
+    def check_database(self):
+        """DamagedLog where a line of the database is not what MetaSchedule writes. (MetaSchedule itself would end the process.)"""
+        for name in DATABASE:
+            path = self.path / name
+            for number, line in enumerate(_lines(path), 1):
+                try:
+                    sound = len(json.loads(line)) == 2
+                except (ValueError, TypeError):
+                    sound = False
+                if not sound:
+                    raise DamagedLog(f"{path} must hold one record a line, found line {number} damaged: restore the file, or delete "
+                                     "both database files and tune again")
+
+
+def _trimmed(values):
+    values = list(values)
+    while values and values[-1] is None:
+        values.pop()
+    return values
+
+
+def _lines(path):
+    try:
+        return path.read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamagedLog(f"{path} must be readable text, found {error}: restore or delete it") from error
+
+
+def read_json(path):
+    """The object in a file, None where there is no file; DamagedLog where it holds something else."""
+    text = "\n".join(_lines(path)) if path.exists() else None
+    if text is None:
+        return None
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise DamagedLog(f"{path} must be JSON, found {error}: restore or delete it") from error
+    if not isinstance(data, dict):
+        raise DamagedLog(f"{path} must hold an object, found {type(data).__name__}: restore or delete it")
+    return data
+
+
+def shape_of(data):
+    """Shape from its dict."""
+    return Shape(**data)
+
+
+def write_text(path, text):
+    """Write a file so that nobody ever sees a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+@contextmanager
+def locked(path):
+    """Hold a log's folder for one tuner, made if missing; LogError where another one has it or it cannot be written."""
+    import fcntl
+    made = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+        handle = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise LogError(f"{path} must be a folder that can be written, found {error.strerror}: choose another --logs folder") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise LogError(f"{path} is in use by another tuner: wait for it, or choose another --logs folder") from error
+        yield
+    finally:
+        os.close(handle)
+        if made and not any(path.iterdir()):
+            path.rmdir()

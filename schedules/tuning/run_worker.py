@@ -1,0 +1,120 @@
+"""What the process at the device does: prove a kernel right, time it, let the last few duel. No PyTorch: NumPy and TVM's runtime.
+
+The tuner's first timings used to read several per cent high, since a chip that was idle runs faster for a moment. Every timing here is
+therefore sustained: the kernel runs untimed for a while, and then long enough that the clocks settle.
+"""
+import random
+import signal
+from dataclasses import dataclass
+
+import tvm
+
+from schedules.build import KERNEL, NEGATIVE_SCALE_KERNEL
+from schedules.lowering.toolkit import preload
+from schedules.tuning import gate
+from te_defs import reference
+
+_DEVICES = {"cuda": tvm.cuda, "cpu": tvm.cpu}
+#: Seconds of untimed running before a measurement, and of each of its timed repeats.
+WARM_SECONDS = 0.03
+REPEAT_SECONDS = 0.04
+REPEATS = 3
+#: A candidate that a first look finds this many times slower than the best is not timed any longer.
+HOPELESS = 1.5
+
+#: What this process keeps from one kernel to the next: inputs, by workload and shape.
+_kept = {}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a kernel is measured for.
+
+    kind      "cuda" or "cpu"
+    workload  te_defs.workload.Workload
+    shape     te_defs.workload.Shape that is timed
+    """
+
+    kind: str
+    workload: object
+    shape: object
+
+
+def start(kind, toolkit):
+    """Prepare the process. Ctrl-C is for the main process, which ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if kind == "cuda":
+        preload(toolkit)
+
+
+def measure(path, setting, best_seconds):
+    """Gate and time one kernel: {"seconds": [...], "error": largest error of O} or {"refused": why}.
+
+    path          a .so that holds the function KERNEL, and perhaps its twin for scales below zero
+    best_seconds  the best so far, None at the start
+    """
+    try:
+        kernel = _Kernel(path, setting)
+        error = kernel.check()
+        look = kernel.seconds(1, 1)[0]
+        if best_seconds is not None and look > HOPELESS * best_seconds:
+            look = min(kernel.seconds(1, 2))
+            if look > HOPELESS * best_seconds:
+                return {"seconds": [look], "error": error}
+        kernel.seconds(_calls(WARM_SECONDS, look), 1)
+        return {"seconds": kernel.seconds(_calls(REPEAT_SECONDS, look), REPEATS), "error": error}
+    except gate.Refused as refused:
+        return {"refused": str(refused)}
+
+
+def duel(paths, setting, rounds, seed):
+    """Time several kernels in turns, in a new order each round: for each a dict as of `measure`, seconds of every round."""
+    kernels, results = {}, [{} for _ in paths]
+    for index, path in enumerate(paths):
+        try:
+            kernels[index] = _Kernel(path, setting)
+            results[index] = {"seconds": [], "error": kernels[index].check()}
+        except gate.Refused as refused:
+            results[index] = {"refused": str(refused)}
+            kernels.pop(index)
+    calls = {index: _calls(REPEAT_SECONDS, kernel.seconds(1, 1)[0]) for index, kernel in kernels.items()}
+    order, rng = list(kernels), random.Random(seed)
+    for _ in range(rounds):
+        rng.shuffle(order)
+        for index in order:
+            kernels[index].seconds(2, 1)
+            results[index]["seconds"] += kernels[index].seconds(calls[index], 1)
+    return results
+
+
+def _calls(seconds, one):
+    return max(int(seconds / max(one, 1e-7)), 1)
+
+
+class _Kernel:
+    """A loaded kernel with the arguments that it is timed on."""
+
+    def __init__(self, path, setting):
+        self.setting, self.device = setting, _DEVICES[setting.kind](0)
+        self.module = tvm.runtime.load_module(path)
+        if setting not in _kept:
+            _kept.clear()
+            _kept[setting] = (gate.cases(setting.workload, self.device), _arguments(setting, self.device))
+        self.cases, self.arguments = _kept[setting]
+
+    def check(self):
+        twin = self.module[NEGATIVE_SCALE_KERNEL] if self.module.implements_function(NEGATIVE_SCALE_KERNEL) else None
+        return gate.check(self.module[KERNEL], self.setting.workload, self.cases, self.device, twin)
+
+    def seconds(self, calls, repeats):
+        """Seconds of a call, a mean over `calls` calls in a row, `repeats` times."""
+        timer = self.module.time_evaluator(KERNEL, self.device, number=calls, repeat=repeats)
+        return [float(x) for x in timer(*self.arguments).results]
+
+
+def _arguments(setting, device):
+    """Seeded inputs, outputs and scale of the timed shape."""
+    dtype = reference.numpy_dtype(setting.workload).name
+    *_, out, lse = setting.shape.tensors(setting.workload)
+    inputs = (tvm.runtime.tensor(x, device) for x in reference.make_inputs(setting.workload, setting.shape, seed=1))
+    return (*inputs, tvm.runtime.empty(out, dtype, device), tvm.runtime.empty(lse, "float32", device), setting.workload.head_dim**-0.5)

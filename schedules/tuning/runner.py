@@ -1,0 +1,67 @@
+"""MetaSchedule's runner: one process at the device, which gates every kernel before it is timed, and starts anew after a crash."""
+import subprocess
+
+from tvm.ir.utils import derived_object
+from tvm.s_tir import meta_schedule as ms
+from tvm.support.popen_pool import PopenWorker
+
+from schedules.tuning import run_worker
+
+#: Seconds that gate and timing of one kernel may take, inputs included; for a duel, of each kernel in it.
+TIMEOUT = 60
+DUEL_ROUNDS = 7
+
+
+@derived_object
+class GatedRunner(ms.runner.PyRunner):
+    """Measures the artefacts of a PoolBuilder for one Setting after the other.
+
+    kind     "cuda" or "cpu"
+    toolkit  Toolkit for CUDA, None for CPU kernels, whose number of threads the environment variable TVM_NUM_THREADS says
+    """
+
+    def __init__(self, kind, toolkit):
+        super().__init__()
+        self._worker = PopenWorker(run_worker.start, (kind, toolkit), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.setting = None
+        self.best_seconds = None
+        self.errors = {}
+
+    def run(self, runner_inputs):
+        return [self._measure(str(entry.artifact_path)) for entry in runner_inputs]
+
+    def _measure(self, path):
+        found = self._ask(TIMEOUT, run_worker.measure, path, self.setting, self.best_seconds)
+        if "refused" in found:
+            return ms.runner.LocalRunnerFuture(None, found["refused"])
+        self.errors[path] = found["error"]
+        return ms.runner.LocalRunnerFuture(found["seconds"], None)
+
+    def duel(self, paths, seed):
+        """Seconds of several artefacts measured in turns: for each a dict as of `run_worker.measure`."""
+        found = self._ask(TIMEOUT * len(paths), run_worker.duel, paths, self.setting, DUEL_ROUNDS, seed)
+        return [found] * len(paths) if isinstance(found, dict) else found
+
+    def _ask(self, timeout, function, *arguments):
+        """Result of a function in the device's process, or {"refused": why}."""
+        try:
+            self._worker.send(function, arguments, timeout=timeout)
+            return self._worker.recv()
+        except TimeoutError:
+            return {"refused": f"not measured within {timeout} s"}
+        except ChildProcessError:
+            return {"refused": "the kernel crashes"}
+        except Exception as error:
+            # After an error the CUDA context is of no more use: the next kernel gets a new process.
+            self.close()
+            return {"refused": _last_line(error)}
+
+    def close(self):
+        """End the process."""
+        self._worker.kill()
+
+
+def _last_line(error):
+    """What an error that crossed processes says: its text is a whole traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

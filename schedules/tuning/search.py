@@ -1,0 +1,279 @@
+"""The loop of a tuning session: propose plans, build them while the last ones are measured, keep what was found, let the best duel."""
+import concurrent.futures
+import statistics
+from dataclasses import dataclass, replace
+
+import numpy as np
+from tvm.s_tir import meta_schedule as ms
+
+from schedules.tuning.features import KnobFeatures, token
+from schedules.tuning.log import Outcome
+from schedules.tuning.task import Task
+
+#: A space whose best is this many times slower than the best of all gets no further plans while others have some.
+RIVAL = 1.15
+#: Plans in the last round, which are measured in turns.
+FINALISTS = 5
+#: Seconds that are kept back for it, and the largest part of a session that this may be.
+DUEL_SECONDS, DUEL_SHARE = 22.0, 0.3
+#: Plans that a turn of a space proposes, at least: MetaSchedule's search costs as much as several builds.
+BATCH = 8
+#: Seconds between looks at the clock while builds are waited for.
+TICK = 0.2
+
+
+class TuneError(RuntimeError):
+    """A session that cannot go on, or found nothing; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a session ends: after so many new plans, or so many seconds; None is no limit. The last round counts into the seconds."""
+
+    trials: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """State of a session: plans built in it, those refused, the best (family name, plan) with its seconds, and time gone and left."""
+
+    tried: int
+    refused: int
+    best: tuple | None
+    best_seconds: float | None
+    elapsed: float
+    left: float | None
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The best plan.
+
+    measured  how: "duel" or "search"
+    ranking   ((seconds a call, (family name, plan)), ...) of all that were measured alike, the best first
+    error     largest error of O in the gate of the duel
+    outcome   what the search found of it
+    """
+
+    measured: str
+    ranking: tuple
+    error: float | None
+    outcome: Outcome
+
+    @property
+    def seconds(self):
+        return self.ranking[0][0]
+
+    @property
+    def key(self):
+        return self.ranking[0][1]
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a session asks of whoever runs it.
+
+    clock   function that returns seconds
+    stop    function that returns True once the session shall end early
+    report  function that is called with a Progress after each plan
+    save    function that is called now and then to keep what is known
+    """
+
+    clock: object
+    stop: object
+    report: object
+    save: object
+
+
+class Session:
+    """One session of tuning one workload.
+
+    spaces        schedules.space.Spaces: the alternatives
+    shape         te_defs.workload.Shape that is timed
+    builder       PoolBuilder
+    runner        GatedRunner, its setting set
+    host          Host
+    known         {(family name, plan): Outcome} of earlier sessions; grows
+    declarations  {name of a space: structural hash of its declaration}, of the plans in `known`; grows
+    champion      key of the best plan of earlier sessions, which the last round includes; None where there is none
+    seed          of all draws
+    threads       of MetaSchedule's search
+    alone         nothing is built while a kernel is measured: for CPU kernels
+    """
+
+    def __init__(self, spaces, shape, builder, runner, host, known, declarations, *, champion=None, seed=0, threads=1, alone=False):
+        self.spaces, self.known, self.declarations, self.champion, self.seed = spaces, known, declarations, champion, seed
+        self.builder, self.runner, self.host, self.alone = builder, runner, host, alone
+        np.random.seed(seed)  # an untrained XGBModel draws from NumPy's global state
+        model = ms.cost_model.XGBModel(extractor=KnobFeatures(spaces), num_warmup_samples=12, verbose_eval=0, num_tuning_cores=threads)
+        self.tasks = [Task(space, shape, model, known, seed + number, threads) for number, space in enumerate(spaces)]
+        builder.spaces = spaces
+        self.tried = self.refused = 0
+        self._turns, self._owners = {task: 0 for task in self.tasks}, {}
+
+    def run(self, limits):
+        """Search within the limits, then duel; the Winner. TuneError where no plan passes. After a stop there is no duel."""
+        self._begun = self.host.clock()
+        self._limits = limits
+        end = None if limits.seconds is None else self._begun + limits.seconds
+        self._drop_stale()
+        self._search(None if end is None else end - min(DUEL_SECONDS, DUEL_SHARE * limits.seconds))
+        if self.known:
+            self.host.save()
+        winner = None if self.host.stop() else self._duel()
+        return winner or self.leader()
+
+    def _drop_stale(self):
+        """Forget what earlier sessions found of declarations that have changed since."""
+        spaces = [space for space in self.spaces if space.name in self.declarations]
+        for name, declaration in self.builder.declarations(spaces).items():
+            if declaration != self.declarations.pop(name):
+                for key in [key for key in self.known if (space := self.space_of(key)) and space.name == name]:
+                    del self.known[key]
+            self.declarations[name] = declaration
+
+    def leader(self):
+        """The Winner by the search's measurements alone; TuneError where no plan has passed."""
+        ranking = self._ranking()
+        if not ranking:
+            reasons = [outcome.refused for outcome in self.known.values() if outcome.refused]
+            raise TuneError(f"no plan of {self.spaces[0].workload.name} has passed so far, found "
+                            f"{reasons[0].splitlines()[0] if reasons else 'none that was tried'}")
+        return Winner("search", tuple((self.known[key].seconds, key) for key in ranking), None, self.known[ranking[0]])
+
+    def _ranking(self):
+        """Keys of all plans that passed, the fastest first; those of spaces that are no longer there do not count."""
+        passed = (key for key, outcome in self.known.items() if outcome.seconds is not None and self.space_of(key) is not None)
+        return sorted(passed, key=lambda key: self.known[key].seconds)
+
+    def _search(self, deadline):
+        pending = {}  # future -> (task, plan)
+        ended = False
+        while True:
+            ended = ended or self.host.stop() or (deadline is not None and self.host.clock() >= deadline)
+            if not ended and len(pending) <= (0 if self.alone else self.builder.workers):
+                batch = self._batch(self._room(len(pending)), {task.key(plan) for task, plan in pending.values()})
+                ended = not batch and not pending
+                for task, plan in batch:
+                    pending[self.builder.begin(token(task.space, plan).mod)] = task, plan
+            if ended:
+                pending = {future: entry for future, entry in pending.items() if not future.cancel()}
+                if self.host.stop() or not pending:
+                    break
+            when = concurrent.futures.ALL_COMPLETED if self.alone else concurrent.futures.FIRST_COMPLETED
+            done, _ = concurrent.futures.wait(pending, TICK, when)
+            if self.alone and len(done) < len(pending):
+                continue
+            for future in done:
+                self._measure(future, *pending.pop(future))
+                if self.host.stop():
+                    break
+
+    def _room(self, pending):
+        """How many plans the next batch may have."""
+        count = max(self.builder.workers, BATCH)
+        return count if self._limits.trials is None else min(count, self._limits.trials - self.tried - pending)
+
+    def _batch(self, count, taken):
+        """Up to `count` (task, plan) to try: seeds of all spaces first, then what the search of the next task proposes."""
+        if count <= 0:
+            return []
+        seeds = [(task, task.space.seed) for task in self.tasks if task.key(task.space.seed) not in {*self.known, *taken}]
+        if seeds:
+            return seeds[:count]
+        task = self._next_task(taken)
+        if task is None:
+            return []
+        self._turns[task] += 1
+        return [(task, plan) for plan in task.propose(count, taken)]
+
+    def _next_task(self, taken):
+        """The rival space that had the fewest turns; once rivals are exhausted, the best of the others."""
+        best = {task: task.measured()[0][0] if task.measured() else float("inf") for task in self.tasks}
+        open_tasks = [task for task in self.tasks if task.unknown(taken)]
+        rivals = [task for task in open_tasks if best[task] <= RIVAL * min(best.values())]
+        if rivals:
+            return min(rivals, key=lambda task: (self._turns[task], best[task]))
+        return min(open_tasks, key=best.get, default=None)
+
+    def _measure(self, future, task, plan):
+        """Gate and time what a future has built, and note the outcome."""
+        built = self.builder.result(future)
+        outcome = Outcome(refused=None if built.error_msg is None else _sentence(built.error_msg))
+        if built.error_msg is None:
+            path = str(built.artifact_path)
+            facts = self.builder.built[path]
+            self.declarations[task.space.name] = facts.declaration
+            self.runner.best_seconds = self.known[self._ranking()[0]].seconds if self._ranking() else None
+            result = self.runner.run([ms.runner.RunnerInput(path, task.space.arch.kind, [])])[0].result()
+            seconds = None if result.error_msg is not None else statistics.median(float(x) for x in result.run_secs)
+            outcome = Outcome(seconds, _sentence(result.error_msg), facts.registers, facts.spill_bytes)
+            self.builder.discard(path)
+        self.known[task.key(plan)] = outcome
+        self.tried += 1
+        self.refused += outcome.refused is not None
+        self.host.report(self.progress())
+        if self.tried % BATCH == 0:
+            self.host.save()
+
+    def progress(self):
+        """Where the session stands."""
+        ranking = self._ranking()
+        elapsed = self.host.clock() - self._begun
+        left = None if self._limits.seconds is None else max(self._limits.seconds - elapsed, 0.0)
+        return Progress(self.tried, self.refused, ranking[0] if ranking else None, self.known[ranking[0]].seconds if ranking else None,
+                        elapsed, left)
+
+    def _duel(self):
+        """Winner among the best few, built whole and measured in turns; None where a stop came first."""
+        while finalists := self._finalists():
+            futures = [self.builder.begin(token(self.space_of(key), key[1]).mod, whole=True) for key in finalists]
+            while concurrent.futures.wait(futures, TICK).not_done:
+                if self.host.stop():
+                    for future in futures:
+                        future.cancel()
+                    return None
+            scores = self._scores(finalists, [self.builder.result(future) for future in futures])
+            if scores:
+                ranking = sorted(((seconds, key) for key, (seconds, _) in scores.items()), key=lambda entry: entry[0])
+                best = ranking[0][1]
+                return Winner("duel", tuple(ranking), scores[best][1], self.known[best])
+        return None
+
+    def _finalists(self):
+        """The fastest few by the search's measurements, and the champion of earlier sessions."""
+        ranking = self._ranking()
+        return ranking[:FINALISTS] + [key for key in ranking[FINALISTS:] if key == self.champion]
+
+    def _scores(self, finalists, built):
+        """{key: (seconds, error)} of finalists measured in turns; those that fail now, with their twin, are refused for good."""
+        paths = {key: str(result.artifact_path) for key, result in zip(finalists, built) if result.error_msg is None}
+        failures = {key: result.error_msg for key, result in zip(finalists, built) if result.error_msg is not None}
+        scores = {}
+        for key, found in zip(paths, self.runner.duel(list(paths.values()), self.seed) if paths else ()):
+            if "refused" in found:
+                failures[key] = found["refused"]
+            else:
+                scores[key] = statistics.median(found["seconds"]), found["error"]
+        for key, why in failures.items():
+            self.known[key] = replace(self.known[key], seconds=None, refused=_sentence(why))
+        for path in paths.values():
+            self.builder.discard(path)
+        return scores
+
+    def space_of(self, key):
+        """The space that a (family name, plan) belongs to; None where it has gone since the plan was measured."""
+        if key not in self._owners:
+            self._owners[key] = next((space for space in self.spaces if space.owns(*key)), None)
+        return self._owners[key]
+
+
+def _sentence(text):
+    """The first line of a reason, short enough for the log."""
+    if text is None:
+        return None
+    lines = str(text).strip().splitlines() or [""]
+    return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}")[:200]
+
+

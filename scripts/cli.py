@@ -1,0 +1,150 @@
+"""What the commands share: devices, workloads and folders by their names on the command line, exit codes, and errors as one sentence."""
+import json
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tvm
+from tvm.target import Target, codegen
+
+from schedules.arch import ArchError, arch_of_capability, cpu_arch, cuda_arch
+from schedules.artefact.export import ExportError
+from schedules.lowering.cuda_compile import CompileError
+from schedules.lowering.toolkit import ToolkitError, driver_version, find_toolkit, preload
+from schedules.plan import PlanError
+from schedules.registry import NoSchedule
+from schedules.tuning.log import LogError
+from schedules.tuning.search import TuneError
+from te_defs.workload import PRESETS, Workload, WorkloadError
+
+DONE, FAILED, USAGE = 0, 1, 2
+ROOT = Path(__file__).parent.parent
+
+
+class UsageError(ValueError):
+    """An argument that cannot be meant; the message is one sentence."""
+
+
+class Interrupted(RuntimeError):
+    """Ctrl-C, after what there was is kept; the message says where."""
+
+
+_USAGE_ERRORS = (UsageError, WorkloadError, ArchError)
+_FAILURES = (Interrupted, NoSchedule, PlanError, LogError, TuneError, ToolkitError, CompileError, ExportError, OSError)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where kernels are to run.
+
+    kind         "cuda" or "cpu"
+    arch         row of schedules.arch to lower for
+    slug         name of the device's folder of tuning logs; None where no such device is in this machine
+    description  for people
+    """
+
+    kind: str
+    arch: object
+    slug: str | None
+    description: str
+
+
+def main(run, arguments=None):
+    """Exit code of `run(arguments)`, which returns one or None. Our errors become one sentence on stderr."""
+    try:
+        return run(arguments) or DONE
+    except _USAGE_ERRORS as error:
+        return _complain(error, USAGE)
+    except _FAILURES as error:
+        return _complain(error, FAILED)
+    except KeyboardInterrupt:
+        return _complain("interrupted: nothing was written", FAILED)
+
+
+def _complain(error, code):
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+def echo(**resolved):
+    """Print what the arguments came to, as one line of JSON."""
+    print(json.dumps(resolved, default=str), flush=True)
+
+
+def parse_workload(text):
+    """Workload of a preset or of a name such as fwd_d128_dv128_f16_causal; UsageError with the presets where it is neither."""
+    if text in PRESETS:
+        return PRESETS[text]
+    try:
+        return Workload.parse(text)
+    except WorkloadError as error:
+        raise UsageError(f"{error}, or name a preset ({', '.join(PRESETS)})") from error
+
+
+def log_folder(text):
+    """Path of the folder of tuning logs: the project's own by default; UsageError where nothing can be there."""
+    if text is None:
+        return ROOT / "tuning_logs"
+    path = Path(text)
+    if not path.parent.is_dir() or (path.exists() and not path.is_dir()):
+        raise UsageError(f"--logs must be a folder, or a new one inside a folder that exists, found {text!r}: correct the path")
+    return path
+
+
+def find_device(target):
+    """Device of a --target: auto (the GPU of this machine, else its CPU), cpu, or an architecture such as sm_80.
+
+    ArchError for an architecture that is not known, and for a GPU without a row in schedules/arch.py.
+    """
+    if target == "cpu":
+        return _cpu()
+    gpu = _gpu()
+    if target == "auto":
+        return _cpu() if gpu is None else Device("cuda", arch_of_capability(*gpu[1]), slug_of(gpu[0]), gpu[0])
+    arch = cuda_arch(target)
+    if gpu is not None and "".join(map(str, gpu[1])) == re.sub(r"\D", "", arch.name):
+        return Device("cuda", arch, slug_of(gpu[0]), gpu[0])
+    return Device("cuda", arch, None, f"{arch.name}, of which this machine has none")
+
+
+def slug_of(name):
+    """Name of a device as a folder: NVIDIA H200 -> nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _gpu():
+    """(name, (major, minor)) of the first GPU; None where this machine has none, or no driver."""
+    if driver_version() is None:
+        return None
+    try:
+        toolkit = find_toolkit(os.environ)
+    except ToolkitError:
+        toolkit = None  # then cudart has to come from elsewhere, and preload says where it looked
+    preload(toolkit)
+    device = tvm.cuda(0)
+    return (device.device_name, tuple(map(int, device.compute_version.split(".")))) if device.exist else None
+
+
+def _cpu():
+    """This machine's CPU. TVM's thread pool would take half of its cores, so the number is said to it here, before the pool starts."""
+    name, cores = codegen.llvm_get_system_cpu(), len(os.sched_getaffinity(0))
+    os.environ.setdefault("TVM_NUM_THREADS", str(cores))
+    bits = codegen.llvm_get_vector_width(Target({"kind": "llvm", "mcpu": name}))
+    caches = {f"l{level}_bytes": size for level in (1, 2) if (size := _cache_bytes(level)) is not None}
+    arch = cpu_arch(name, bits, cores, **caches)
+    return Device("cpu", arch, f"{slug_of(platform.machine())}-{slug_of(name)}-{cores}c", f"{name}, {cores} cores")
+
+
+def _cache_bytes(level):
+    """Bytes of a core's data cache as Linux tells them, None where it does not."""
+    for entry in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            facts = {name: (entry / name).read_text().strip() for name in ("level", "type", "size")}
+        except OSError:
+            continue
+        if facts["level"] == str(level) and facts["type"] != "Instruction" and facts["size"].endswith("K"):
+            return int(facts["size"][:-1]) * 1024
+    return None

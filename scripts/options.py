@@ -1,0 +1,64 @@
+"""Options that several commands have, each worded once, and what they resolve to."""
+import argparse
+from dataclasses import asdict
+
+from schedules import registry
+from schedules.tuning.records import best_record
+from scripts import cli
+
+#: What `--workload auto` means: the commonest case of a GPU, and the one that a CPU is good at.
+AUTO_WORKLOAD = {"cuda": "d128_f16_causal", "cpu": "d64_f32_causal"}
+
+
+def parser(module, doc):
+    """Parser of `python -m scripts.<module>` that shows the first paragraph of the module's docstring, and every default."""
+    return argparse.ArgumentParser(prog=f"python -m scripts.{module}", description=doc.split("\n\n")[0],
+                                   formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+
+def add_what(group, several=False):
+    """--workload and --target; with `several`, any number of workloads."""
+    group.add_argument("--workload", default=["auto"] if several else "auto", nargs="+" if several else None,
+                       help="a preset such as d64_f32_full, a name such as fwd_d192_dv128_f16_causal, or auto: "
+                            + ", ".join(f"{workload} for {kind}" for kind, workload in AUTO_WORKLOAD.items()))
+    group.add_argument("--target", default="auto", help="auto: the GPU of this machine, else its CPU; or cpu, sm_80, sm_90a, ...")
+
+
+def add_logs(group):
+    group.add_argument("--logs", default=None, help="folder of tuning logs; None: tuning_logs of this project")
+
+
+def add_plan(group):
+    group.add_argument("--family", default=None, help="schedule family; None: the tuned one, or the first that takes the workload")
+    group.add_argument("--plan", choices=("best", "default"), default="best",
+                       help="best: the tuned plan, refused where the log has none; default: the family's seed plan, untuned")
+    add_logs(group)
+
+
+def workload_of(text, device):
+    """Workload that --workload names on a device."""
+    return cli.parse_workload(AUTO_WORKLOAD[device.kind] if text == "auto" else text)
+
+
+def tuned_plan(args, device, workload):
+    """(family, plan, figures for a manifest) of the best record; LogError or UsageError where there is none that counts."""
+    if device.slug is None:
+        raise cli.UsageError(f"a tuned plan is known for a device in this machine only, found {device.description}: use --plan default")
+    record = best_record(cli.log_folder(args.logs), device.slug, workload, device.arch)
+    figures = {"seconds": record.seconds, "shape": asdict(record.shape), "device": device.slug}
+    return registry.family_named(record.family), record.plan, figures
+
+
+def default_plan(args, device, workload):
+    """(family, plan) of the seed, of --family or of the first family that takes the workload."""
+    takers = registry.takers(workload, device.arch)
+    family = takers[0] if args.family is None else registry.family_named(args.family)
+    if family not in takers:
+        raise registry.NoSchedule(f"{family.NAME} does not take {workload.name} on {device.arch.name}: "
+                                  f"{family.decline(workload, device.arch)}")
+    return family, family.default_plan(workload, device.arch)
+
+
+def chosen_plan(args, device, workload):
+    """(family, plan, figures or None) by --plan and --family."""
+    return tuned_plan(args, device, workload) if args.plan == "best" else (*default_plan(args, device, workload), None)

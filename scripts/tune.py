@@ -1,0 +1,245 @@
+"""Tune workloads on this machine: MetaSchedule searches, every candidate is proved right before it is timed, the best go to tuning_logs/.
+
+    python -m scripts.tune --workload d128_f16_causal d128_f16_full --minutes 3
+    python -m scripts.tune --workload d64_f32_full --target cpu --trials 40 --dry-run
+
+A second run goes on where the first one ended. Exit codes: 0 done, 1 failed or interrupted, 2 wrong arguments.
+"""
+import argparse
+import datetime
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tvm
+import tvm_ffi
+import xgboost
+
+from schedules import registry
+from schedules.lowering.toolkit import find_toolkit
+from schedules.space import spaces_of
+from schedules.tuning.builder import PoolBuilder
+from schedules.tuning.log import Log, locked
+from schedules.tuning.results import champion_of, conclude
+from schedules.tuning.run_worker import Setting
+from schedules.tuning.runner import GatedRunner
+from schedules.tuning.search import Host, Limits, Session, TuneError
+from scripts import cli, options
+from te_defs.workload import flops, standard_shape
+
+#: What is timed by default: on a GPU the field's benchmark shape (16384 tokens, 2048 channels), on a CPU what takes some 20 ms.
+LENGTH = {"cuda": 4096, "cpu": 1024}
+TOKENS = {"cuda": 16384, "cpu": 1024}
+HIDDEN = {"cuda": 2048, "cpu": 512}
+MINUTES = 3.0
+#: Threads of MetaSchedule's search: beyond these, Python's lock is what they wait for. One on a CPU, which makes draws repeatable.
+SEARCH_THREADS = {"cuda": 8, "cpu": 1}
+#: Seconds between progress lines, unless there is a new best plan.
+LINE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What all workloads of a run share: the device, MetaSchedule's builder and runner, limits, seed, a commit to note, when to stop."""
+
+    device: cli.Device
+    builder: PoolBuilder
+    runner: GatedRunner
+    limits: Limits
+    seed: int
+    commit: str | None
+    stop: object
+
+
+def make_parser():
+    parser = options.parser("tune", __doc__)
+    options.add_what(parser, several=True)
+    parser.add_argument("--trials", type=_positive(int), help="end after so many new candidates a workload; None: no limit")
+    parser.add_argument("--minutes", type=_positive(float),
+                        help=f"end after so many minutes a workload; None: {MINUTES:g}, or no limit with --trials")
+    parser.add_argument("--length", type=_positive(int), help="query and key rows of the shape that is timed; None: "
+                        + ", ".join(f"{length} on {kind}" for kind, length in LENGTH.items()))
+    options.add_logs(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    parser.add_argument("--workers", type=_positive(int), help="build processes; None: one a core")
+    parser.add_argument("--commit", help="noted in run.json; None: that of the git checkout")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="print target, families, spaces, the first plan's budget and the limits, and stop")
+    return parser
+
+
+def _positive(kind):
+    def convert(text):
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"a number above 0 is wanted, found {text}")
+        return value
+    convert.__name__ = kind.__name__
+    return convert
+
+
+def run(args):
+    """The command; an exit code, or an error that `cli.main` turns into one."""
+    logs, device = cli.log_folder(args.logs), cli.find_device(args.target)
+    workloads = [options.workload_of(text, device) for text in args.workload]
+    minutes = args.minutes or (None if args.trials else MINUTES)
+    limits = Limits(args.trials, None if minutes is None else 60 * minutes)
+    length = args.length or LENGTH[device.kind]
+    workers = args.workers or len(os.sched_getaffinity(0))
+    cli.echo(command="tune", target=device.arch.name, device=device.description, workload=[workload.name for workload in workloads],
+             trials=args.trials, minutes=minutes, length=length, logs=logs, seed=args.seed, workers=workers, dry_run=args.dry_run)
+    tasks = [(Log(logs, device.slug or "<device>", workload, device.arch),
+              spaces_of(registry.takers(workload, device.arch), workload, device.arch),
+              standard_shape(workload, length, max(TOKENS[device.kind], length), HIDDEN[device.kind])) for workload in workloads]
+    if args.dry_run:
+        for log, spaces, shape in tasks:
+            describe(device, limits, log, spaces, shape)
+        return
+    if device.slug is None:
+        raise cli.UsageError(f"tuning needs the device itself, found {device.description}: run on such a machine, or use --target auto")
+    with _processes(device, workers) as (builder, runner), _stoppable() as stop:
+        for task in tasks:
+            tune(Tools(device, builder, runner, limits, args.seed, args.commit, stop), *task)
+            if stop():
+                raise cli.Interrupted(f"interrupted: what was tuned so far is kept in {logs / device.slug}, the same command goes on there")
+
+
+def describe(device, limits, log, spaces, shape):
+    """Print what a run would do: target, who takes the workload, the spaces, the first plan's budget, limits and folder."""
+    print(f"{log.workload.name} on {device.description}, lowered for {device.arch.name}")
+    for name, reason in registry.declines(log.workload, device.arch).items():
+        print(f"  {name:<10}{'takes it' if reason is None else 'declines: ' + reason}")
+    fitting = [len(space.fitting_plans()) for space in spaces]
+    for space, count in zip(spaces, fitting):
+        print(f"  space {space.name}: {count} of {space.size} plans fit")
+    total = sum(space.size for space in spaces)
+    print(f"  {sum(fitting)} of {total} plans in {len(spaces)} spaces fit ({100 * sum(fitting) // total} %)")
+    family, seed = spaces[0].family, spaces[0].seed
+    print(f"  first plan: {family.NAME} {seed}\n{family.budget(log.workload, device.arch, seed).table()}")
+    print(f"  timed at {shape}")
+    print(f"  limits: {limits.trials or 'no'} trials, {'no' if limits.seconds is None else f'{limits.seconds / 60:g}'} minutes")
+    print(f"  log: {log.path}")
+
+
+def tune(tools, log, spaces, shape):
+    """One session: resume the log, search, keep. TuneError where nothing passed; after a stop it returns early."""
+    tools.runner.setting = Setting(tools.device.kind, log.workload, shape)
+    families = {space.family.NAME: space.family for space in spaces}
+    with locked(log.path):
+        run = log.read_run()
+        log.check_database()
+        known, declarations = log.read_measured(families, shape)
+        if known:
+            print(f"{log.workload.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
+        host = Host(time.monotonic, tools.stop, Lines(log.workload, shape).show, lambda: log.write_measured(known, declarations, shape))
+        session = Session(spaces, shape, tools.builder, tools.runner, host, known, declarations, champion=champion_of(run, families),
+                          seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind], alone=tools.device.kind == "cpu")
+        begun = time.monotonic()
+        try:
+            winner = session.run(tools.limits)
+        except TuneError:
+            if tools.stop():
+                return
+            raise
+        if winner.measured == "search" and run is not None and (run.get("best") or {}).get("measured") == "duel":
+            winner = None  # interrupted: the plan that won the last duel stays until another one wins
+        conclude(log, session, shape, run, winner, _facts(tools.device),
+                 {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
+    if winner is not None:
+        family, plan = winner.key
+        print(f"{log.workload.name}: best of {len(known)} plans by {winner.measured}: {speed(log.workload, shape, winner.seconds)}, "
+              f"{family} {plan}", flush=True)
+
+
+def speed(workload, shape, seconds):
+    """Milliseconds and floating-point operations a second, for people."""
+    rate = flops(workload, shape) / seconds
+    return f"{1e3 * seconds:.4f} ms, " + (f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GFLOP/s")
+
+
+class Lines:
+    """Progress lines: one for each new best, else one every few seconds."""
+
+    def __init__(self, workload, shape):
+        self.workload, self.shape, self._best, self._last = workload, shape, None, float("-inf")
+
+    def show(self, progress):
+        if progress.best == self._best and progress.elapsed - self._last < LINE_SECONDS:
+            return
+        self._best, self._last = progress.best, progress.elapsed
+        best = "none right so far"
+        if progress.best is not None:
+            family, plan = progress.best
+            best = f"best {speed(self.workload, self.shape, progress.best_seconds)}, {family} {plan}"
+        left = "" if progress.left is None else f", {progress.left:.0f} s left"
+        print(f"[{progress.elapsed:.0f} s{left}] {progress.tried} tried, {progress.refused} refused, {best}", flush=True)
+
+
+@contextmanager
+def _processes(device, workers):
+    """Builder and runner with their processes, and a folder for artefacts; all gone afterwards."""
+    toolkit = find_toolkit(os.environ) if device.kind == "cuda" else None
+    with tempfile.TemporaryDirectory(prefix="flashtir-tune-") as scratch:
+        builder, runner = PoolBuilder(workers, toolkit, Path(scratch, "stub"), scratch), GatedRunner(device.kind, toolkit)
+        try:
+            yield builder, runner
+        finally:
+            builder.close()
+            runner.close()
+
+
+@contextmanager
+def _stoppable():
+    """A function that says whether Ctrl-C or a request to terminate has come. A second Ctrl-C ends the process at once."""
+    asked = []
+
+    def ask(number, frame):
+        asked.append(number)
+        print("stopping once the kernels at hand are done", file=sys.stderr, flush=True)
+        restore()
+
+    def restore():
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        restore()
+
+
+def _facts(device):
+    """The device for run.json."""
+    driver = None
+    if device.kind == "cuda" and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() or None
+    return {"slug": device.slug, "name": device.description, "driver": driver}
+
+
+def _about(tools):
+    """The session for run.json."""
+    commit = tools.commit
+    if commit is None and shutil.which("git"):
+        found = subprocess.run(["git", "-C", str(cli.ROOT), "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
+        commit = found.stdout.strip() if found.returncode == 0 else None
+    packages = {package.__name__: package.__version__ for package in (tvm, tvm_ffi, np, xgboost)}
+    versions = {"python": platform.python_version(), **packages}
+    if tools.device.kind == "cuda":
+        versions["nvcc"] = ".".join(map(str, find_toolkit(os.environ).version))
+    return {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "seed": tools.seed,
+            "workers": tools.builder.workers, "versions": versions, "commit": commit}
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(run, make_parser().parse_args()))

@@ -1,0 +1,46 @@
+# Everything here is a command that can be typed as it stands. Variables: make demo MINUTES=5 WORKLOAD=d64_f16_causal
+
+# A ready environment's interpreter takes the place of .venv, and nothing is installed: make demo PYTHON=python3
+PYTHON = .venv/bin/python
+# sm_80, sm_90a, cpu, ...; auto: the GPU if there is one, else the CPU.
+TARGET = auto
+# A preset such as d128_f16_causal or a name such as fwd_d192_dv128_f16_full; auto: what suits the target.
+WORKLOAD = auto
+# How long the demo tunes.
+MINUTES = 3
+# Extras of pyproject.toml that .venv gets; bench adds PyTorch to compare with.
+EXTRAS = test,cuda
+
+READY = $(if $(filter .venv/bin/python,$(PYTHON)),.venv/ready)
+WHAT = --target $(TARGET) --workload $(WORKLOAD)
+
+.PHONY: help demo setup test test-quick test-gpu clean
+
+help: ## this text
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(READY) ## tune for MINUTES on what is there, export, run without a compiler, and compare: ends in a table
+	mkdir -p build/demo
+	$(PYTHON) -m scripts.tune $(WHAT) --logs build/demo/logs --minutes $(MINUTES)
+	$(PYTHON) -m scripts.export $(WHAT) --logs build/demo/logs --output build/demo/attention.so
+	$(PYTHON) -m scripts.run build/demo/attention.so
+	$(PYTHON) -m scripts.bench $(WHAT) --logs build/demo/logs
+
+test: $(READY) ## all tests; those that need a GPU are skipped without one
+	$(PYTHON) -m pytest
+
+test-quick: $(READY) ## the tests that take seconds
+	$(PYTHON) -m pytest -m "not slow and not gpu"
+
+test-gpu: $(READY) ## the tests that need a GPU, which must be there
+	$(PYTHON) -m pytest -m gpu --gpu
+
+setup: $(READY) ## the local environment .venv, which the others make when they need it
+
+.venv/ready: pyproject.toml
+	python3 -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	touch .venv/ready
+
+clean: ## remove .venv and build
+	rm -rf .venv build

@@ -1,0 +1,174 @@
+"""Check and time an exported artefact, the way its user has it: with TVM's runtime and NumPy, without this project and without a compiler.
+
+    python -m scripts.run build/attention.so
+
+Checks are those that `scripts.export` wrote beside the artefact: seeded inputs, float64 answers and the errors that are allowed.
+This file imports nothing else of the project; it may be copied to wherever the artefact goes.
+"""
+import argparse
+import ctypes
+import importlib.util
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+
+os.environ["TVM_USE_RUNTIME_LIB"] = "1"  # read by `import tvm`: load libtvm_runtime.so and not the compiler
+os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # TVM itself would take half of the cores
+import tvm  # noqa: E402
+
+DONE, FAILED = 0, 1
+FORWARD = "flash_attention_forward"
+
+
+class RunError(Exception):
+    """Why the artefact cannot be run here, in one sentence."""
+
+
+def load(path):
+    """The artefact as a TVM module; its CUDA kernels bring in TVM's CUDA runtime."""
+    if not path.is_file():
+        raise RunError(f"an artefact of scripts.export is wanted, found no file {path}: export one first")
+    try:
+        return tvm.runtime.load_module(str(path))
+    except RuntimeError as error:
+        if "created using {cuda}" not in str(error):
+            raise RunError(f"{path} does not load: {str(error).strip().splitlines()[-1]}") from error
+    load_cuda_runtime()
+    return tvm.runtime.load_module(str(path))
+
+
+def load_cuda_runtime():
+    """Load what runs CUDA kernels, which TVM without its compiler does not look for: driver, libcudart and TVM's own part."""
+    wheels = importlib.util.find_spec("nvidia")
+    cudarts = ["libcudart.so.13"]
+    cudarts += [str(Path(folder, "cu13/lib/libcudart.so.13")) for folder in (wheels.submodule_search_locations if wheels else ())]
+    cudarts += [str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "lib64/libcudart.so.13"))]
+    own = str(Path(tvm.libinfo.find_libtvm_runtime()).with_name("libtvm_runtime_cuda.so"))
+    for wanted, places in (("an NVIDIA driver", ["libcuda.so.1"]), ("CUDA 13's libcudart.so.13", cudarts), ("TVM's CUDA runtime", [own])):
+        if not any(_opens(place) for place in places):
+            raise RunError(f"a CUDA artefact needs {wanted}, found none: install it, or export for --target cpu")
+
+
+def _opens(library):
+    try:
+        ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+    except OSError:
+        return False
+    return True
+
+
+def read_cases(path):
+    """(index, arrays) of a check file; schedules/artefact/cases.py describes the form."""
+    if not path.is_file():
+        raise RunError(f"the check cases of the artefact are wanted, found no file {path}: export again, or name it with --check")
+    arrays = np.load(path)
+    index = json.loads(str(arrays["index"]))
+    if index["schema"] != 1:
+        raise RunError(f"check cases of schema 1 are wanted, found {index['schema']} in {path}: use the scripts.run that came with it")
+    return index, arrays
+
+
+def call_arguments(q, k, v, device):
+    """q, k, v on the device and outputs full of NaN, so that what is not written shows."""
+    out = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32).astype(q.dtype)
+    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
+    return [tvm.runtime.tensor(array, device) for array in (q, k, v, out, lse)]
+
+
+def check(forward, case, arrays, dtype, device):
+    """(largest error of out, None or what is wrong) of one case."""
+    q, k, v = (arrays[f"{case['name']}.{name}"] for name in "qkv")
+    if dtype == "bfloat16":  # kept as bits; tvm makes NumPy know the type
+        q, k, v = (bits.view(dtype) for bits in (q, k, v))
+    answer, lse_answer = arrays[f"{case['name']}.out"], arrays[f"{case['name']}.lse"]
+    arguments = call_arguments(q, k, v, device)
+    forward(*arguments, case["scale"])
+    out, lse = (tensor.numpy().astype(np.float64) for tensor in arguments[3:])
+    error = np.nan_to_num(np.abs(out - answer), nan=np.inf).max(initial=0)
+    unseen = np.isneginf(lse_answer)
+    if not error <= case["out_tolerance"]:
+        return error, f"out is off by {error:.2e}, allowed are {case['out_tolerance']:.2e}"
+    if not np.isneginf(lse[unseen]).all() or out.swapaxes(1, 2)[unseen].any():
+        return error, "a row that sees no key is not out = 0 and lse = -inf"
+    lse, lse_answer = lse[~unseen], lse_answer[~unseen]
+    if not (np.abs(lse - lse_answer) <= case["lse_tolerance"] * np.maximum(np.abs(lse_answer), 1)).all():
+        return error, "lse is off by more than allowed"
+    return error, None
+
+
+def measure(module, workload, shape, seed, repeat, device):
+    """Median and spread in milliseconds of calls on random data of one shape (batch, heads, key heads, queries, keys)."""
+    batch, heads, kv_heads, q_len, kv_len = shape
+    rng = np.random.default_rng(seed)
+    sizes = ((batch, q_len, heads, workload["head_dim"]), (batch, kv_len, kv_heads, workload["head_dim"]),
+             (batch, kv_len, kv_heads, workload["value_dim"]))
+    q, k, v = (rng.standard_normal(size, np.float32).astype(workload["dtype"]) for size in sizes)
+    timer = module.time_evaluator(FORWARD, device, number=1, repeat=repeat, min_repeat_ms=20)
+    times = [1e3 * seconds for seconds in timer(*call_arguments(q, k, v, device), workload["head_dim"] ** -0.5).results]
+    return statistics.median(times), min(times), max(times)
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(prog="python -m scripts.run", description=__doc__.split("\n\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("artefact", type=Path, help="the .so that scripts.export wrote")
+    parser.add_argument("--check", type=Path, default=argparse.SUPPRESS,
+                        help="its check cases (default: <artefact>.check.npz beside it)")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 1024], help="sequence lengths to time; none to check only")
+    parser.add_argument("--batch", type=int, default=1, help="batch size of the timed calls")
+    parser.add_argument("--heads", type=int, default=8, help="query heads of the timed calls")
+    parser.add_argument("--kv-heads", type=int, default=argparse.SUPPRESS,
+                        help="key heads of the timed calls (default: as many as --heads)")
+    parser.add_argument("--repeat", type=int, default=10, help="measurements, of 20 ms or one call each; the median counts")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the timed calls' data")
+    args = parser.parse_args(argv)
+    args.check = getattr(args, "check", args.artefact.with_suffix(".check.npz"))
+    args.kv_heads = getattr(args, "kv_heads", args.heads)
+    if args.kv_heads < 1 or args.heads % args.kv_heads:
+        parser.error(f"--heads must be a multiple of --kv-heads, found {args.heads} and {args.kv_heads}")
+    if min([args.batch, args.repeat, *args.lengths]) < 1:
+        parser.error("--batch, --repeat and --lengths must be at least 1")
+    return args
+
+
+def run(args):
+    module = load(args.artefact)
+    manifest = json.loads(module["flash_attention_manifest"]())
+    workload, target = manifest["workload"], manifest["target"]
+    plan = " ".join(f"{name}={value}" for name, value in manifest["plan"].items())
+    print(f"{args.artefact}: {workload['name']} for {target['lowered_for']}, family {manifest['family']}, {plan}")
+    device = tvm.runtime.device(target["kind"], 0)
+    if not device.exist:
+        raise RunError(f"the artefact needs a {target['kind']} device, found none: run it where there is one")
+    index, arrays = read_cases(args.check)
+    wrong = 0
+    for case in index["cases"]:
+        error, complaint = check(module[FORWARD], case, arrays, index["dtype"], device)
+        wrong += complaint is not None
+        print(f"  {case['name']:<16} error {error:.2e} of {case['out_tolerance']:.2e}  {complaint or 'ok'}")
+    print(f"{len(index['cases']) - wrong} of {len(index['cases'])} check cases passed")
+    if wrong:
+        raise RunError(f"{wrong} check cases failed: do not use this artefact")
+    for length in args.lengths:
+        shape = (args.batch, args.heads, args.kv_heads, length, length)
+        median, least, most = measure(module, workload, shape, args.seed, args.repeat, device)
+        print(f"  batch {args.batch}, heads {args.heads}, length {length}: {median:.3f} ms ({least:.3f} to {most:.3f})")
+
+
+def main(argv=None):
+    args = parse(argv)
+    print(json.dumps({name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}, sort_keys=True))
+    try:
+        run(args)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Show how a workload is computed on a target: plan and budget, the loop nest after each stage, TensorIR, source, registers and spills.
+
+    python -m scripts.show --workload d64_f16_causal --target sm_80
+    python -m scripts.show nests --workload d64_f32_full --target sm_80 --family simt --blocks S O_acc_new
+    python -m scripts.show nests --workload d64_f32_full --family split_kv
+
+No GPU is needed, whatever the target.
+"""
+import re
+import signal
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+
+from schedules import build, split_kv
+from schedules.nest import excerpt, loop_nest
+from schedules.plan import Plan, PlanError, paper_tile
+from schedules.registry import declines
+from scripts import cli, options
+from scripts.kernels import build_kernel
+from te_defs.workload import Workload
+
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is shown: a plan of a family for a workload on an architecture, and the blocks that nests are cut down to."""
+
+    workload: Workload
+    arch: object
+    family: object
+    plan: Plan
+    blocks: tuple
+
+    @cached_property
+    def kernel(self):
+        return build_kernel(self.family, self.workload, self.plan, self.arch)
+
+    def schedule(self, stages=None):
+        return build.schedule(self.family, self.workload, self.plan, stages)
+
+
+def show_plan(it):
+    """Who takes the workload and why others do not; the plan with its budget; the paper's rule for tiles beside it."""
+    for name, reason in declines(it.workload, it.arch).items():
+        yield f"{name:<10}{'takes it' if reason is None else 'declines: ' + reason}"
+    yield f"\n{it.family.NAME}: {it.plan}\n{it.family.budget(it.workload, it.arch, it.plan).table()}"
+    yield f"tile shapes to search: {len(it.family.tile_choices(it.workload, it.arch))}; knobs of this one: " + ", ".join(
+        f"{name} in {candidates}" for name, candidates in it.family.knobs(it.workload, it.arch, it.plan).items())
+    if it.arch.kind == "cuda":
+        yield from paper_rule(it)
+
+
+def paper_rule(it):
+    """The FlashAttention paper's tile (algorithm 1, line 1) for this shared memory, and what this family's budget leaves of it.
+
+    The rule fills shared memory with tiles of Q, K, V and O. Where S and O stay in registers, these are what runs out.
+    """
+    elements = it.arch.smem_bytes // ELEMENT_BYTES[it.workload.dtype]
+    q_tile, kv_tile = paper_tile(elements, it.workload.head_dim)
+    yield (f"\npaper's rule: M = {elements} elements of shared memory, Bc = ceil(M / 4d) = {kv_tile}, Br = min(Bc, d) = {q_tile}; "
+           f"the plan has Bc = {it.plan.kv_tile}, Br = {it.plan.q_tile}")
+    refusals = []
+    for width in range(kv_tile, 0, -1):
+        try:
+            budget = it.family.budget(it.workload, it.arch, it.plan.but(q_tile=q_tile, kv_tile=width))
+        except PlanError as error:
+            refusals.append(str(error).splitlines())
+        else:
+            yield f"largest Bc within the budget of {it.family.NAME}: {width}\n{budget.table()}"
+            break
+    else:
+        yield f"no Bc is within the budget of {it.family.NAME}"
+    too_large = [reason for reason, *table in refusals if table]  # the others are about divisibility
+    yield from (f"the next larger one: {reason}" for reason in too_large[-1:])
+
+
+def show_nests(it):
+    """The loop nest as declared and after each stage, or the lines of it that lead to some blocks."""
+    for number in range(len(it.family.STAGES) + 1):
+        name = it.family.STAGES[number - 1].__name__ if number else "as declared"
+        nest = loop_nest(it.schedule(number))
+        if it.blocks:
+            present = [block for block in it.blocks if re.search(rf"^ *{re.escape(block)}(  |$)", nest, re.MULTILINE)]
+            nest = excerpt(nest, present) if present else f"none of the blocks {', '.join(it.blocks)} at this point"
+        yield f"--- {number} {name}\n{nest}\n"
+
+
+def show_tir(it):
+    """The scheduled function as TVMScript."""
+    yield it.schedule().mod.script()
+
+
+def show_source(it):
+    """What the code generator makes of it: CUDA C++ for a GPU, assembly for a CPU."""
+    yield it.kernel.module.inspect_source("asm") if it.arch.kind == "cpu" else it.kernel.module.imports[0].inspect_source()
+
+
+def show_resources(it):
+    """Registers, spills and shared memory as ptxas tells them, and what it warns of."""
+    if it.arch.kind == "cpu":
+        yield "registers and spills are told of CUDA kernels only"
+        return
+    yield str(it.kernel.toolkit)
+    yield from it.kernel.figures()
+    yield from (warning for compiled in it.kernel.compiled for warning in compiled.warnings)
+
+
+#: Schedules that are no family: their nests can be shown, and a test runs them on llvm, but nothing exports them.
+NESTS_ONLY = {"split_kv": split_kv}
+SECTIONS = {"plan": show_plan, "nests": show_nests, "tir": show_tir, "source": show_source, "resources": show_resources}
+
+
+def make_parser():
+    parser = options.parser("show", __doc__)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", default=["plan", "nests"], help="any of " + ", ".join(
+        f"{name} ({section.__doc__.splitlines()[0].rstrip('.')})" for name, section in SECTIONS.items()))
+    options.add_what(parser)
+    options.add_plan(parser)
+    parser.set_defaults(plan="default")
+    parser.add_argument("--blocks", nargs="*", default=[], help="show the lines of the nests that lead to these blocks; none: all lines")
+    return parser
+
+
+def run(args):
+    unknown = [name for name in args.sections if name not in SECTIONS]
+    if unknown:
+        raise cli.UsageError(f"a section is one of {', '.join(SECTIONS)}, found {', '.join(unknown)}: choose among these")
+    device = cli.find_device(args.target)
+    workload = options.workload_of(args.workload, device)
+    if args.family in NESTS_ONLY:
+        family = NESTS_ONLY[args.family]
+        plan, name = family.DEFAULT, args.family
+        if not set(args.sections) <= {"nests", "tir"}:
+            raise cli.UsageError(f"{name} has sections nests and tir, found {', '.join(args.sections)}: name one of these")
+    else:
+        family, plan, _ = options.chosen_plan(args, device, workload)
+        name = family.NAME
+    cli.echo(command="show", device=device.description, workload=workload.name, family=name, plan=str(plan), sections=args.sections)
+    subject = Subject(workload, device.arch, family, plan, tuple(args.blocks))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that it ends quietly in front of `head`
+    for name in args.sections:
+        for text in SECTIONS[name](subject):
+            print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(run, make_parser().parse_args()))

@@ -1,0 +1,285 @@
+"""The commands as a user types them, the Makefile and what the README says about both. No GPU is needed."""
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schedules import build
+from schedules.lowering.toolkit import driver_version
+from schedules.nest import excerpt, loop_nest
+from schedules.registry import FAMILIES, family_named
+from scripts import bench, cli, contest, options
+from scripts.kernels import build_artefact
+from te_defs.workload import Workload
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = ("tune", "export", "run", "bench", "show")
+README = (ROOT / "README.md").read_text()
+
+
+def command(name, *arguments, folder=ROOT, code=None):
+    """A finished `python -m scripts.<name>`; its exit code must be `code` where that is given."""
+    done = subprocess.run([sys.executable, "-m", f"scripts.{name}", *map(str, arguments)], cwd=folder, capture_output=True, text=True)
+    assert code is None or done.returncode == code, done.stderr
+    return done
+
+
+def echoed(output):
+    """The resolved arguments: the first line of every command."""
+    return json.loads(output.splitlines()[0])
+
+
+@pytest.fixture(scope="module")
+def artefact(tmp_path_factory):
+    """(path of a small CPU artefact, output of the export)."""
+    path = tmp_path_factory.mktemp("export") / "attention.so"
+    return path, command("export", "--target", "cpu", "--plan", "default", "--workload", "d64_bf16_causal", "--output", path, code=0).stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_tells_what_it_does_and_its_defaults(name):
+    text = command(name, "--help", code=0).stdout
+    assert text.startswith(f"usage: python -m scripts.{name}")
+    assert "default" in text
+
+
+class TestRefused:
+    @pytest.mark.parametrize("name, arguments, message", [
+        ("export", ["--workload", "d64"], "a workload is named like fwd_d128_dv128_f16_causal, found 'd64': correct the name, or name"),
+        ("export", ["--target", "sm_20"], "a CUDA target is one of sm_75, "),
+        ("export", ["--target", "cpu", "--archs", "sm_80"], "--archs are for a CUDA target, found target "),
+        ("bench", ["--target", "cpu", "--rounds", "0"], "--rounds, --tokens, --hidden, --lengths and --milliseconds must be positive"),
+        ("show", ["nest"], "a section is one of plan, nests, tir, source, resources, found nest"),
+    ])
+    def test_what_cannot_be_meant(self, name, arguments, message):
+        done = command(name, *arguments, code=2)
+        assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+
+    def test_no_record(self, tmp_path):
+        done = command("export", "--target", "cpu", "--logs", tmp_path, "--output", tmp_path / "x.so", code=1)
+        assert re.match(r"error: a record of fwd_d64_dv64_f32_causal for \S+ was wanted, found none in .*: run python -m scripts.tune",
+                        done.stderr)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_tuned_plan_of_a_device_that_is_elsewhere(self):
+        if driver_version() is not None:
+            pytest.skip("this machine has a GPU")
+        assert "a tuned plan is known for a device in this machine only" in command("export", "--target", "sm_80", code=2).stderr
+        assert "a benchmark needs a device that is there" in command("bench", "--target", "sm_80", code=2).stderr
+
+    def test_family_that_does_not_take_the_workload(self):
+        done = command("show", "plan", "--target", "sm_80", "--workload", "d64_f32_full", "--family", "mma", code=1)
+        assert "mma does not take fwd_d64_dv64_f32_full on sm_80: tensor cores take 16-bit inputs" in done.stderr
+
+
+class TestExportAndRun:
+    def test_echo_and_files(self, artefact):
+        path, output = artefact
+        assert echoed(output)["workload"] == "fwd_d64_dv64_bf16_causal" and echoed(output)["family"] == "cpu"
+        assert sorted(entry.name for entry in path.parent.iterdir()) == ["attention.check.npz", "attention.so"]
+
+    def test_run_needs_neither_project_nor_compiler(self, artefact, tmp_path):
+        """scripts/run.py alone in an empty folder, with an import hook that would notice."""
+        shutil.copy(ROOT / "scripts" / "run.py", tmp_path)
+        code = ("import sys, run\n"
+                "code = run.main(sys.argv[1:])\n"
+                "ours = [name for name in sys.modules if name.split('.')[0] in ('te_defs', 'schedules', 'scripts')]\n"
+                "libraries = [line for line in open('/proc/self/maps') if 'tvm_compiler' in line]\n"
+                "print(json.dumps([code, ours, libraries]))").replace("import sys", "import json, sys")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TVM"))}
+        done = subprocess.run([sys.executable, "-c", code, artefact[0], "--lengths", "64", "--repeat", "2"], cwd=tmp_path, env=environment,
+                              capture_output=True, text=True)
+        assert json.loads(done.stdout.splitlines()[-1]) == [0, [], []], done.stderr
+        assert "10 of 10 check cases passed" in done.stdout
+        assert re.search(r"batch 1, heads 8, length 64: \d+\.\d{3} ms", done.stdout)
+
+    @pytest.mark.parametrize("array, message", [
+        ("ragged.out", r"ragged .* out is off by 1\.0"), ("grouped.lse", "grouped .* lse is off by more than allowed")])
+    def test_run_finds_wrong_results(self, artefact, tmp_path, array, message):
+        with np.load(artefact[0].with_suffix(".check.npz")) as found:
+            arrays = dict(found)
+        arrays[array][(0,) * arrays[array].ndim] += 1
+        np.savez(tmp_path / "changed.npz", **arrays)
+        done = command("run", artefact[0], "--check", tmp_path / "changed.npz", "--lengths", code=1)
+        assert re.search(message, done.stdout) and "9 of 10 check cases passed" in done.stdout
+        assert done.stderr == "error: 1 check cases failed: do not use this artefact\n"
+
+    def test_run_wants_a_row_without_keys_to_be_exact(self, artefact, tmp_path):
+        with np.load(artefact[0].with_suffix(".check.npz")) as found:
+            arrays = dict(found)
+        arrays["ragged.lse"][0, 0, 0] = -np.inf
+        np.savez(tmp_path / "changed.npz", **arrays)
+        done = command("run", artefact[0], "--check", tmp_path / "changed.npz", "--lengths", code=1)
+        assert "a row that sees no key is not out = 0 and lse = -inf" in done.stdout
+
+    @pytest.mark.parametrize("path, message", [
+        ("none.so", "found no file none.so: export one first"), ("LICENSE", "LICENSE does not load: ")])
+    def test_run_names_what_is_no_artefact(self, path, message):
+        assert message in command("run", path, code=1).stderr
+
+    def test_run_needs_the_cases(self, artefact, tmp_path):
+        shutil.copy(artefact[0], tmp_path / "alone.so")
+        assert "the check cases of the artefact are wanted, found no file" in command("run", tmp_path / "alone.so", code=1).stderr
+
+    def test_run_refuses_sizes(self, artefact):
+        assert "--heads must be a multiple of --kv-heads, found 8 and 3" in command("run", artefact[0], "--kv-heads", 3, code=2).stderr
+
+    def test_cuda_without_a_gpu(self, toolkit, tmp_path):
+        path = tmp_path / "cuda.so"
+        output = command("export", "--target", "sm_80", "--archs", "sm_90a", "--plan", "default", "--workload", "d64_f16_full",
+                         "--output", path, code=0).stdout
+        assert echoed(output)["archs"] == ["sm_80", "sm_90a"]
+        assert re.search(r"attention_forward_kernel on sm_80: \d+ registers, \d+ bytes of spills", output)
+        if driver_version() is None:
+            assert "a CUDA artefact needs an NVIDIA driver, found none" in command("run", path, code=1).stderr
+
+
+class TestShow:
+    def test_nests_of_some_blocks(self):
+        output = command("show", "nests", "--workload", "d64_f32_full", "--target", "sm_80", "--family", "simt", "--blocks", "S",
+                         code=0).stdout
+        heads = re.findall(r"^--- (\d+) (.*)$", output, re.MULTILINE)
+        assert [name for _, name in heads] == ["as declared", *(stage.__name__ for stage in family_named("simt").STAGES)]
+        assert re.search(r"as declared\nqk\n  i in \d+\n    j in \d+\n      c in 64\n        S  ", output)
+
+    def test_nests_of_the_tensor_expressions(self):
+        """The FlashAttention nest and split-KV, both reached from the online softmax by primitives."""
+        flash = command("show", "nests", "--workload", "d64_f32_full", "--target", "sm_80", "--family", "simt_te", code=0).stdout
+        assert "state" in flash.split("--- ")[-1]
+        split = command("show", "nests", "--workload", "d64_f32_full", "--target", "cpu", "--family", "split_kv", "--blocks", "state_rf",
+                        code=0).stdout
+        assert "b_h_i_0_t_0_fused in ...  parallel" in split.split("--- ")[-1]
+        assert "split_kv has sections nests and tir, found plan" in command("show", "plan", "--family", "split_kv", code=2).stderr
+
+    def test_plan_with_the_papers_rule(self):
+        output = command("show", "plan", "--workload", "d128_f16_causal", "--target", "sm_90a", code=0).stdout
+        assert re.search(r"^cpu +declines: sm_90a is no CPU$", output, re.MULTILINE)
+        assert "M = 116224 elements of shared memory, Bc = ceil(M / 4d) = 227, Br = min(Bc, d) = 128" in output
+        assert re.search(r"^largest Bc within the budget of mma: \d+$", output, re.MULTILINE)
+        assert re.search(r"^the next larger one: registers of plan .* must stay within 255", output, re.MULTILINE)
+
+    def test_tir_and_assembly(self):
+        output = command("show", "tir", "source", "--workload", "d64_f32_causal", "--target", "cpu", code=0).stdout
+        assert "@T.prim_func" in output and "attention_forward" in output
+
+    def test_cuda_source_and_resources(self, toolkit):
+        output = command("show", "source", "resources", "--workload", "d64_f16_causal", "--target", "sm_80", code=0).stdout
+        assert "__global__" in output and "mma.sync" in output
+        assert re.search(r"attention_forward_kernel on sm_80: \d+ registers", output)
+
+
+class TestBench:
+    def test_default_plan_on_the_cpu(self, tmp_path):
+        done = command("bench", "--target", "cpu", "--workload", "d64_f32_full", "d64_f32_causal", "--lengths", 64, "--rounds", 2,
+                       "--milliseconds", 1, "--logs", tmp_path, "--json", tmp_path / "rows.json", "--markdown", code=0)
+        assert "no tuned plan: a record of fwd_d64_dv64_f32_full" in done.stdout
+        assert re.search(r"^\| +fwd_d64_dv64_f32_causal \| +16 x 8 x 64 \| ", done.stdout, re.MULTILINE)
+        told = json.loads((tmp_path / "rows.json").read_text())
+        rows = [row for row in told["rows"] if row["contestant"] == "default"]
+        assert [row["workload"] for row in rows] == ["fwd_d64_dv64_f32_full", "fwd_d64_dv64_f32_causal"]
+        assert all(row["ms_least"] <= row["ms"] <= row["ms_most"] and row["tflops"] > 0 for row in rows)
+        assert told["device"] and told["versions"]["tvm"] and "--markdown" in told["command"]
+
+    def test_wrong_kernels_are_not_timed(self, tmp_path):
+        full, causal, device = Workload(64, 64, "float32", "full"), Workload(64, 64, "float32", "causal"), cli.find_device("cpu")
+        path = build_artefact("cpu", full, family_named("cpu").default_plan(full, device.arch), device.arch, tmp_path / "full.so")
+        with pytest.raises(bench.WrongKernel, match=f"the tuned plan of {causal.name} fails check case even: O"):
+            bench.load_checked("tuned", causal, device, path)
+
+    def test_everyone_takes_a_turn_in_every_round(self, monkeypatch):
+        calls = []
+        monkeypatch.setattr(contest.time, "sleep", lambda seconds: calls.append("rest"))
+
+        class Data:
+            def seconds(self, call, repeats):
+                calls.append("timed")
+                for _ in range(repeats):
+                    call()
+                return 1e-3
+        contestants = [contest.Contestant(name, lambda name=name: calls.append(name)) for name in "abc"]
+        times = contest.contest(contestants, Data(), rounds=5, milliseconds=2, rest=0.1, seed=0)
+        assert {name: len(seconds) for name, seconds in times.items()} == {"a": 5, "b": 5, "c": 5}
+        text = "".join("|" if call == "rest" else "t" if call == "timed" else call for call in calls)
+        turns = text.split("|")[1:]
+        assert all(re.fullmatch(r"([abc])\1t\1\1", turn) for turn in turns)
+        orders = ["".join(turn[0] for turn in turns[round:round + 3]) for round in range(0, 15, 3)]
+        assert all(sorted(order) == ["a", "b", "c"] for order in orders) and len(set(orders)) > 1
+
+    def test_summary(self):
+        assert contest.summary({"a": [0.002, 0.001, 0.004]}, 4e9) == {"a": {"ms": 2.0, "ms_least": 1.0, "ms_most": 4.0, "tflops": 2.0}}
+
+    def test_table_leaves_out_who_did_not_take_part(self):
+        row = {"workload": "w", "length": 8, "batch": 1, "heads": 2, "tflops": 1.0}
+        rows = [{**row, "contestant": "default", "ms": 2.0}, {**row, "contestant": "tuned", "ms": 1.0},
+                {**row, "contestant": "cuDNN", "ms": 0.5}, {**row, "length": 16, "contestant": "default", "ms": 4.0},
+                {**row, "length": 16, "contestant": "tuned", "ms": 3.0}]
+        lines = bench.table(rows).splitlines()
+        assert lines[1].split()[-2:] == ["2.00x", "0.50x"] and lines[2].split()[-2:] == ["1.33x", "-"]
+
+
+class TestMake:
+    def make(self, *arguments):
+        return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    def test_alone_it_prints_the_targets(self):
+        targets = [line.split()[0] for line in self.make("--silent").splitlines()]
+        assert targets == ["help", "demo", "test", "test-quick", "test-gpu", "setup", "clean"]
+
+    @pytest.mark.parametrize("target", ["demo", "test", "test-quick", "test-gpu"])
+    def test_a_ready_environment_is_taken_as_it_is(self, target):
+        planned = self.make("--dry-run", target, "PYTHON=some/python")
+        assert "venv" not in planned and "pip" not in planned and "some/python -m" in planned
+
+    def test_demo_commands_are_accepted(self):
+        lines = [shlex.split(line) for line in self.make("--dry-run", "demo", "PYTHON=python").splitlines() if "scripts." in line]
+        assert [line[2] for line in lines] == ["scripts.tune", "scripts.export", "scripts.run", "scripts.bench"]
+        for line in lines:
+            accepted(line)
+
+
+def accepted(words):
+    """The arguments of `python -m scripts.X ...`, parsed by that command; a usage error fails the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TVM_USE_RUNTIME_LIB", "1")  # as scripts.run sets it; put back, for the processes that other tests start
+        module = importlib.import_module(words[2])
+    parse = module.parse if words[2] == "scripts.run" else module.make_parser().parse_args
+    return parse(words[3:])
+
+
+class TestReadme:
+    COMMANDS = re.findall(r"python -m scripts\.\w+[^`#\n]*", README)
+
+    def test_is_short(self):
+        assert len(README.splitlines()) <= 150
+
+    @pytest.mark.parametrize("line", COMMANDS)
+    def test_commands_are_accepted(self, line):
+        accepted(shlex.split(line))
+
+    @pytest.mark.parametrize("target", re.findall(r"make ([a-z-]+)", README))
+    def test_make_targets_exist(self, target):
+        assert re.search(rf"^{target}:.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+    def test_nest_is_true(self, request):
+        found = re.search(r"`(python -m scripts\.show nests [^`]*)`[^`]*?\n\n((?:    .*\n)+)", README)
+        args = accepted(shlex.split(found[1]))
+        device = cli.find_device(args.target)
+        workload = options.workload_of(args.workload, device)
+        family, plan, _ = options.chosen_plan(args, device, workload)
+        drawn = textwrap.indent(excerpt(loop_nest(build.schedule(family, workload, plan)), args.blocks), "    ") + "\n"
+        if request.config.getoption("--update-nests"):
+            (ROOT / "README.md").write_text(README.replace(found[2], drawn))
+        else:
+            assert found[2] == drawn, "the nest has changed: run pytest --update-nests and look at the diff"
+
+    def test_every_family_is_named(self):
+        assert set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)) == {family.NAME for family in FAMILIES}

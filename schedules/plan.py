@@ -53,6 +53,23 @@ def require(condition, wanted, found, remedy):
         raise PlanError(f"{wanted}, found {found}: {remedy}")
 
 
+def fitting(plans, budget, workload, arch):
+    """Those of some plans that a family's `budget` function has room for, in their order."""
+    def fits(plan):
+        try:
+            budget(workload, arch, plan)
+        except PlanError:
+            return False
+        return True
+    return tuple(filter(fits, plans))
+
+
+def first_of(plans, family, workload, arch):
+    """The first of the plans that fit, a family's seed; PlanError where there is none."""
+    require(plans, f"a tile of {family} for {workload.name} must fit {arch.name}", "none that does", "choose another family or target")
+    return plans[0]
+
+
 def paper_tile(smem_elements, head_dim):
     """Tile sizes of the FlashAttention paper (algorithm 1, line 1): Bc = ceil(M / 4d), Br = min(Bc, d), M in elements."""
     kv_tile = -(-smem_elements // (4 * head_dim))

@@ -7,7 +7,7 @@ may only flow into other instructions; what a stage branches on is structural.
 import itertools
 from dataclasses import dataclass, fields
 
-from schedules.plan import Plan, PlanError
+from schedules.plan import Plan, PlanError, fitting
 from te_defs.workload import Workload
 
 #: Annotations of the root block by which a scheduled module carries its decisions.
@@ -57,15 +57,11 @@ class Space:
 
     def fits(self, plan):
         """Whether the family's budget has room for the plan."""
-        try:
-            self.family.budget(self.workload, self.arch, plan)
-        except PlanError:
-            return False
-        return True
+        return bool(fitting([plan], self.family.budget, self.workload, self.arch))
 
     def fitting_plans(self):
         """The plans that fit."""
-        return tuple(plan for plan in self.plans() if self.fits(plan))
+        return fitting(self.plans(), self.family.budget, self.workload, self.arch)
 
     def owns(self, family_name, plan):
         """Whether a plan of the family with that name belongs to this space."""

@@ -1,6 +1,5 @@
 """What several families' stages share: finding loops and reads by name, fragments of a warp."""
 from schedules.intrinsics.mma import LANES
-from schedules.nest import loop_nest  # noqa: F401
 
 
 def loops_of(sch, block, last=None):

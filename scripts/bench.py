@@ -107,16 +107,17 @@ def circumstances(device):
 
 
 def table(rows, markdown=False):
-    """One line a workload and length: our milliseconds, everybody's TFLOP/s, and the speed of the tuned plan over that of the others."""
+    """One line a workload and length: our milliseconds, everybody's speed, and that of the tuned plan over that of the others."""
     names = list(dict.fromkeys(row["contestant"] for row in rows))
+    unit, factor = ("TFLOP/s", 1) if max(row["tflops"] for row in rows) >= 1 else ("GFLOP/s", 1e3)
     best = "tuned" if "tuned" in names else "default"
     cells = [["workload", "batch x heads x length", *(f"{name} ms" for name in names if name in OURS),
-              *(f"{name} TFLOP/s" for name in names),
+              *(f"{name} {unit}" for name in names),
               *(f"{best} / {name}" for name in names if name != best)]]
     for case in dict.fromkeys((row["workload"], row["batch"], row["heads"], row["length"]) for row in rows):
         at = {row["contestant"]: row for row in rows if (row["workload"], row["batch"], row["heads"], row["length"]) == case}
         cells.append([case[0], " x ".join(map(str, case[1:])), *(f"{at[name]['ms']:.3f}" for name in names if name in OURS),
-                      *(f"{at[name]['tflops']:.3g}" if name in at else "-" for name in names),
+                      *(f"{factor * at[name]['tflops']:.3g}" if name in at else "-" for name in names),
                       *(f"{at[name]['ms'] / at[best]['ms']:.2f}x" if name in at else "-" for name in names if name != best)])
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [[cell.rjust(width) for cell, width in zip(line, widths)] for line in cells]

@@ -77,15 +77,11 @@ def on_cuda(workload):
     return schedule.mod
 
 
-def build_on_cpu(workload):
-    return tvm.compile(named(workload), "llvm")
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """Path of a stand-in's artefact on the CPU."""
     path = tmp_path_factory.mktemp("artefact") / "stand_in.so"
-    return export_artefact(build_on_cpu(WORKLOAD), WORKLOAD, path, {"note": "stand-in"}, ())[0]
+    return export_artefact(tvm.compile(named(WORKLOAD), "llvm"), WORKLOAD, path, {"note": "stand-in"}, ())[0]
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +222,7 @@ class TestRefused:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_each_type_is_taken_and_others_are_named(tmp_path, dtype):
     workload = replace(WORKLOAD, dtype=dtype)
-    path, _ = export_artefact(build_on_cpu(workload), workload, tmp_path / "typed.so", {}, ())
+    path, _ = export_artefact(tvm.compile(named(workload), "llvm"), workload, tmp_path / "typed.so", {}, ())
     forward = tvm_ffi.load_module(str(path)).flash_attention_forward
     arguments = [tvm.runtime.empty(shape, "float32" if name == "lse" else dtype) for name, shape in SHAPES.items()]
     forward(*arguments, 1.0)
@@ -239,7 +235,7 @@ class TestExport:
     def test_manifest_comes_back(self, tmp_path):
         plan = Plan(64, 32)
         manifest = describe(WORKLOAD, cpu_arch("znver4", 512, 2), "cpu", plan, measured={"note": 'quotes " \\ and ünïcode\n'})
-        path, _ = export_artefact(build_on_cpu(WORKLOAD), WORKLOAD, tmp_path / "m.so", manifest, ())
+        path, _ = export_artefact(tvm.compile(named(WORKLOAD), "llvm"), WORKLOAD, tmp_path / "m.so", manifest, ())
         found = read_manifest(path)
         assert found == json.loads(json.dumps(manifest))
         assert found["workload"]["name"] == WORKLOAD.name and found["plan"] == {"q_tile": 64, "kv_tile": 32}
@@ -261,14 +257,14 @@ class TestExport:
             raise ToolkitError("made to fail")
         monkeypatch.setattr(export, step, fail)
         with pytest.raises(ToolkitError, match="made to fail"):
-            export_artefact(build_on_cpu(WORKLOAD), WORKLOAD, path, {}, ())
+            export_artefact(tvm.compile(named(WORKLOAD), "llvm"), WORKLOAD, path, {}, ())
         assert (path.read_text(), cases.read_text()) == ("old artefact", "old cases")
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kept.check.npz", "kept.so"]
 
     def test_a_linker_that_fails_is_named(self, tmp_path, monkeypatch):
         monkeypatch.setattr(export, "compile_entry", lambda *_: tmp_path / "missing.o")
         with pytest.raises(ToolkitError, match=r"failed: .*missing\.o"):
-            export_artefact(build_on_cpu(WORKLOAD), WORKLOAD, tmp_path / "x.so", {}, ())
+            export_artefact(tvm.compile(named(WORKLOAD), "llvm"), WORKLOAD, tmp_path / "x.so", {}, ())
 
 
 @pytest.fixture(scope="module")
@@ -381,8 +377,8 @@ class TestCuda:
         found = read_manifest(built[0])
         assert found["target"] == {"kind": "cuda", "lowered_for": "sm_80", "archs": ["sm_80", "sm_90a"]}
         kernels = sorted((entry["arch"], entry["kernel"]) for entry in found["kernels"])
-        assert kernels == sorted((arch, f"{name}_kernel{number}") for arch in ("sm_80", "sm_90a") for number in ("", "_1")
-                                 for name in (KERNEL, NEGATIVE_SCALE_KERNEL))
+        names = [f"{name}_kernel{number}" for name in (KERNEL, NEGATIVE_SCALE_KERNEL) for number in ("", "_1")]
+        assert kernels == sorted((arch, name) for arch in ("sm_80", "sm_90a") for name in names)
         assert all(entry["registers"] > 0 for entry in found["kernels"]) and found["versions"]["nvcc"].startswith("13.")
 
     def test_tensors_of_another_device_are_refused(self, built):

@@ -87,7 +87,8 @@ def divided(a: T.handle, n: T.int32, g: T.int32):
 def test_division_truncates():
     mod = rewrite.truncated_division()(tvm.IRModule({"main": divided.with_attr("global_symbol", "main")}))
     kinds = []
-    tvm_ffi.structural_walk(mod["main"].body, ((tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod), lambda expr: kinds.append(type(expr).__name__)))
+    divisions = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
+    tvm_ffi.structural_walk(mod["main"].body, (divisions, lambda expr: kinds.append(type(expr).__name__)))
     assert sorted(kinds) == ["Div", "Mod"]
     result = tvm.runtime.tensor(np.zeros(4, "int32"))
     tvm.compile(mod, "llvm")(result, 17, 5)

@@ -223,6 +223,7 @@ class TestBench:
                 {**row, "contestant": "cuDNN", "ms": 0.5}, {**row, "length": 16, "contestant": "default", "ms": 4.0},
                 {**row, "length": 16, "contestant": "tuned", "ms": 3.0}]
         lines = bench.table(rows).splitlines()
+        assert "tuned TFLOP/s" in lines[0]
         assert lines[1].split()[-2:] == ["2.00x", "0.50x"] and lines[2].split()[-2:] == ["1.33x", "-"]
 
 

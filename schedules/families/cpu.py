@@ -29,7 +29,7 @@ The finished nest, one line a group of blocks::
 from dataclasses import dataclass
 
 from schedules.lowering import cpu_pipeline
-from schedules.plan import Budget, Plan, PlanError, require
+from schedules.plan import Budget, Plan, first_of, fitting, require
 from schedules.stages import loops_of, unroll_all
 from te_defs.flash_attention import flash_attention_forward
 
@@ -92,9 +92,7 @@ def decline(workload, arch):
 
 def default_plan(workload, arch):
     """The seed: the first tile that fits; PlanError where none does."""
-    plans = tile_choices(workload, arch)
-    require(plans, f"a tile of {NAME} for {workload.name} must fit {arch.name}", f"none of {len(TILES)} that does", "choose another target")
-    return plans[0]
+    return first_of(tile_choices(workload, arch), NAME, workload, arch)
 
 
 def tile_choices(workload, arch):
@@ -102,20 +100,13 @@ def tile_choices(workload, arch):
     lanes = max(arch.vector_bits // 32, 1)
     tiles = dict.fromkeys((FULL_TILE, *TILES) if workload.mask == "full" else TILES)
     plans = (CpuPlan(q_tile, kv_tile, lanes, vectors, arch.cores, rows) for q_tile, kv_tile, vectors, rows in tiles)
-    return tuple(plan for plan in plans if _fits(workload, arch, plan))
-
-
-def _fits(workload, arch, plan):
-    try:
-        budget(workload, arch, plan)
-    except PlanError:
-        return False
-    return True
+    return fitting(plans, budget, workload, arch)
 
 
 def knobs(workload, arch, plan):
     """Candidates of the sampled fields for a plan's tile shape; the panel shapes the layouts, so the tile decides it."""
-    return {"rows": tuple(rows for rows in (2, 4, 8, 16) if _fits(workload, arch, plan.but(rows=rows))), "unroll": (1, 2, 4)}
+    plans = fitting((plan.but(rows=rows) for rows in (2, 4, 8, 16)), budget, workload, arch)
+    return {"rows": tuple(fit.rows for fit in plans), "unroll": (1, 2, 4)}
 
 
 def budget(workload, arch, plan):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from schedules.intrinsics import mma as intrinsics
 from schedules.lowering import mma_pipeline, rewrite, software_pipeline
-from schedules.plan import Budget, Plan, PlanError, require
+from schedules.plan import Budget, Plan, fitting, require
 from schedules.stages import copy_cooperatively, loops_of, own_fragment, own_statistics, read_index, unroll_all
 from te_defs.flash_attention import flash_attention_forward
 
@@ -88,15 +88,7 @@ def tile_choices(workload, arch):
     seed = default_plan(workload, arch)
     plans = [seed] + [seed.but(q_tile=q_tile, kv_tile=kv_tile) for q_tile in (128, 64) for kv_tile in range(32, 129, 16)
                       if (q_tile, kv_tile) != (seed.q_tile, seed.kv_tile)]
-    return tuple(plan for plan in plans if _fits(workload, arch, plan))
-
-
-def _fits(workload, arch, plan):
-    try:
-        budget(workload, arch, plan)
-    except PlanError:
-        return False
-    return True
+    return fitting(plans, budget, workload, arch)
 
 
 def knobs(workload, arch, plan):

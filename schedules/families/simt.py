@@ -23,7 +23,7 @@ The finished nest, one line a group of blocks; rows are @threadIdx.y, columns @t
 from dataclasses import dataclass
 
 from schedules.lowering import simt_pipeline
-from schedules.plan import Budget, Plan, PlanError, require
+from schedules.plan import Budget, Plan, first_of, fitting, require
 from schedules.stages import loops_of, read_index, unroll_all
 from te_defs.flash_attention import flash_attention_forward
 
@@ -93,22 +93,6 @@ def tile_choices(workload, arch):
     return fitting(TILES, budget, workload, arch)
 
 
-def fitting(plans, budget, workload, arch):
-    """Those of some plans that a member's budget has room for."""
-    def fits(plan):
-        try:
-            return budget(workload, arch, plan) is not None
-        except PlanError:
-            return False
-    return tuple(plan for plan in plans if fits(plan))
-
-
-def first_of(plans, name, workload, arch):
-    """The first of the plans that fit; PlanError where there is none."""
-    require(plans, f"a tile of {name} for {workload.name} must fit {arch.name}", "none that does", "choose another family")
-    return plans[0]
-
-
 def budget(workload, arch, plan):
     """Divisibility, threads, registers and shared memory of a plan; PlanError with the whole budget where it does not fit."""
     check_divisibility(workload, plan)
@@ -171,6 +155,14 @@ def own_patch(sch, block, plan, reductions=0):
     j_thread, j = sch.split(j, factors=[plan.thread_columns, None])
     sch.reorder(i_thread, j_thread, *reductions, i, j)
     return reductions, i, j
+
+
+def own_product(sch, product, plan):
+    """Split a product among the threads and write out the plan's steps of its sum, each an outer product of rows and columns."""
+    _, vector = columns_of(sch, product, plan, reductions=1)
+    (step,), i, j = own_patch(sch, product, plan, reductions=1)
+    unroll_all(sch, (sch.split(step, factors=[None, plan.unroll])[1], i))
+    unroll_vectors(sch, j, vector)
 
 
 def unroll_vectors(sch, loop, elements):
@@ -258,10 +250,7 @@ def tile_products(sch, plan):
                         S  [128, 64] local
     """
     for product in PRODUCTS:
-        _, vector = columns_of(sch, product, plan, reductions=1)
-        (step,), i, j = own_patch(sch, product, plan, reductions=1)
-        unroll_all(sch, (sch.split(step, factors=[None, plan.unroll])[1], i))
-        unroll_vectors(sch, j, vector)
+        own_product(sch, product, plan)
 
 
 def tile_elements(sch, plan):

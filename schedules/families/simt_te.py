@@ -26,8 +26,9 @@ The finished nest, one line a group of blocks; rows are @threadIdx.y, columns @t
       O row_max row_sum LSE
 """
 from schedules.families import simt
-from schedules.families.simt import (LOADS, P_PAD, VECTOR, check_divisibility, columns_of, compiler_options, first_of, fitting, own_patch,
-                                     patch, resources, unroll_vectors)
+from schedules.families.simt import (LOADS, P_PAD, VECTOR, check_divisibility, columns_of, compiler_options, own_patch, own_product, patch,
+                                     resources, unroll_vectors)
+from schedules.plan import first_of, fitting
 from schedules.stages import loops_of, read_index, unroll_all
 from te_defs.online import online_attention
 
@@ -237,10 +238,7 @@ def tile_products(sch, plan):
                               S  [..., ..., ..., ..., 64] local
     """
     for product in PRODUCTS:
-        _, vector = columns_of(sch, product, plan, reductions=1)
-        (step,), i, j = own_patch(sch, product, plan, reductions=1)
-        unroll_all(sch, (sch.split(step, factors=[None, plan.unroll])[1], i))
-        unroll_vectors(sch, j, vector)
+        own_product(sch, product, plan)
 
 
 def tile_elements(sch, plan):

@@ -63,9 +63,10 @@ def split_masked_tiles(func):
     TVM's LoopPartition does not clip its first part to a symbolic extent: with one trip too few a tile would run twice.
     """
     def cut(loop):
-        found = []
-        tvm_ffi.structural_walk(loop.body, (tirx.IfThenElse, lambda node: found.append(_mask_hint(node)) if _mask_hint(node) is not None else None))
-        at = next((t for t in (_threshold(condition, loop.loop_var) for condition in found) if t is not None), None)
+        hints = []
+        tvm_ffi.structural_walk(loop.body, (tirx.IfThenElse, lambda node: hints.append(_mask_hint(node))))
+        thresholds = (_threshold(condition, loop.loop_var) for condition in hints if condition is not None)
+        at = next((threshold for threshold in thresholds if threshold is not None), None)
         if at is None or loop.kind != tirx.ForKind.SERIAL:
             return loop
         zero = tirx.IntImm("int32", 0)

@@ -11,8 +11,6 @@ import json
 import multiprocessing
 import os
 import shlex
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -30,9 +28,9 @@ from scripts.kernels import build_artefact, cuda_toolkit
 from te_defs import reference
 from te_defs.workload import flops, standard_shape
 
-#: What "None" of the options means: a GPU gets the field's sizes, a CPU what it computes in a fraction of a second.
-SIZES = {"cuda": {"lengths": (1024, 4096, 16384), "tokens": 16384, "hidden": 2048, "milliseconds": 12},
-         "cpu": {"lengths": (512, 1024), "tokens": 1024, "hidden": 512, "milliseconds": 100}}
+#: What "None" of the options means, on a GPU and on a CPU.
+SIZES = {kind: {"lengths": lengths, "tokens": options.TOKENS[kind], "hidden": options.HIDDEN[kind], "milliseconds": milliseconds}
+         for kind, lengths, milliseconds in (("cuda", (1024, 4096, 16384), 12), ("cpu", (512, 1024), 100))}
 OURS = ("default", "tuned")
 
 
@@ -98,11 +96,7 @@ def circumstances(device):
     if importlib.util.find_spec("torch"):
         import torch
         versions["torch"] = torch.__version__
-    driver = None
-    if device.kind == "cuda" and shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() or None
-    return {"device": device.description, "driver": driver, "versions": versions, "date": datetime.date.today().isoformat(),
+    return {"device": device.description, "driver": cli.nvidia_driver(device), "versions": versions, "date": datetime.date.today().isoformat(),
             "command": shlex.join(["python", "-m", "scripts.bench", *sys.argv[1:]])}
 
 

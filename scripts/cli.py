@@ -3,6 +3,8 @@ import json
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +115,14 @@ def find_device(target):
 def slug_of(name):
     """Name of a device as a folder: NVIDIA H200 -> nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def nvidia_driver(device):
+    """Version of the NVIDIA driver as text; None on a CPU, or where nvidia-smi is not there to tell it."""
+    if device.kind == "cpu" or not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.strip() or None
 
 
 def _gpu():

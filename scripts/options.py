@@ -8,6 +8,9 @@ from scripts import cli
 
 #: What `--workload auto` means: the commonest case of a GPU, and the one that a CPU is good at.
 AUTO_WORKLOAD = {"cuda": "d128_f16_causal", "cpu": "d64_f32_causal"}
+#: Shapes that are timed: on a GPU the field's (tokens = batch x length, hidden = heads x head dimension), on a CPU what takes some 20 ms.
+TOKENS = {"cuda": 16384, "cpu": 1024}
+HIDDEN = {"cuda": 2048, "cpu": 512}
 
 
 def parser(module, doc):
@@ -32,6 +35,7 @@ def add_plan(group):
     group.add_argument("--family", default=None, help="schedule family; None: the tuned one, or the first that takes the workload")
     group.add_argument("--plan", choices=("best", "default"), default="best",
                        help="best: the tuned plan, refused where the log has none; default: the family's seed plan, untuned")
+    group.add_argument("--gpu", default=None, help="folder of the device whose log is meant, such as nvidia-h200; None: this machine's")
     add_logs(group)
 
 
@@ -42,10 +46,11 @@ def workload_of(text, device):
 
 def tuned_plan(args, device, workload):
     """(family, plan, figures for a manifest) of the best record; LogError or UsageError where there is none that counts."""
-    if device.slug is None:
-        raise cli.UsageError(f"a tuned plan is known for a device in this machine only, found {device.description}: use --plan default")
-    record = best_record(cli.log_folder(args.logs), device.slug, workload, device.arch)
-    figures = {"seconds": record.seconds, "shape": asdict(record.shape), "device": device.slug}
+    slug = getattr(args, "gpu", None) or device.slug
+    if slug is None:
+        raise cli.UsageError(f"a tuned plan belongs to a device, found {device.description}: name one with --gpu, or use --plan default")
+    record = best_record(cli.log_folder(args.logs), slug, workload, device.arch)
+    figures = {"seconds": record.seconds, "shape": asdict(record.shape), "device": slug}
     return registry.family_named(record.family), record.plan, figures
 
 

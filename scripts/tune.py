@@ -36,10 +36,8 @@ from schedules.tuning.search import Host, Limits, Session, TuneError
 from scripts import cli, options
 from te_defs.workload import flops, standard_shape
 
-#: What is timed by default: on a GPU the field's benchmark shape (16384 tokens, 2048 channels), on a CPU what takes some 20 ms.
+#: Length that is timed by default.
 LENGTH = {"cuda": 4096, "cpu": 1024}
-TOKENS = {"cuda": 16384, "cpu": 1024}
-HIDDEN = {"cuda": 2048, "cpu": 512}
 MINUTES = 3.0
 #: Threads of MetaSchedule's search: beyond these, Python's lock is what they wait for. One on a CPU, which makes draws repeatable.
 SEARCH_THREADS = {"cuda": 8, "cpu": 1}
@@ -99,7 +97,7 @@ def run(args):
              trials=args.trials, minutes=minutes, length=length, logs=logs, seed=args.seed, workers=workers, dry_run=args.dry_run)
     tasks = [(Log(logs, device.slug or "<device>", workload, device.arch),
               spaces_of(registry.takers(workload, device.arch), workload, device.arch),
-              standard_shape(workload, length, max(TOKENS[device.kind], length), HIDDEN[device.kind])) for workload in workloads]
+              standard_shape(workload, length, options.TOKENS[device.kind], options.HIDDEN[device.kind])) for workload in workloads]
     if args.dry_run:
         for log, spaces, shape in tasks:
             describe(device, limits, log, spaces, shape)
@@ -152,8 +150,8 @@ def tune(tools, log, spaces, shape):
             raise
         if winner.measured == "search" and run is not None and (run.get("best") or {}).get("measured") == "duel":
             winner = None  # interrupted: the plan that won the last duel stays until another one wins
-        conclude(log, session, shape, run, winner, _facts(tools.device),
-                 {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
+        device = {"slug": tools.device.slug, "name": tools.device.description, "driver": cli.nvidia_driver(tools.device)}
+        conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
     if winner is not None:
         family, plan = winner.key
         print(f"{log.workload.name}: best of {len(known)} plans by {winner.measured}: {speed(log.workload, shape, winner.seconds)}, "
@@ -216,15 +214,6 @@ def _stoppable():
         yield lambda: bool(asked)
     finally:
         restore()
-
-
-def _facts(device):
-    """The device for run.json."""
-    driver = None
-    if device.kind == "cuda" and shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() or None
-    return {"slug": device.slug, "name": device.description, "driver": driver}
 
 
 def _about(tools):

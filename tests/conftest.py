@@ -1,4 +1,4 @@
-"""What the tests share: flags, what is skipped and why, golden texts, and the tools of a machine."""
+"""What the tests share: flags, what is skipped and why, golden figures, and the tools of a machine."""
 import json
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).with_name("golden")
 def pytest_addoption(parser):
     group = parser.getgroup("flashtir")
     group.addoption("--gpu", action="store_true", help="a GPU must be there: tests that need one fail without it, instead of being skipped")
-    group.addoption("--update-golden", action="store_true", help="write the texts in tests/golden anew instead of comparing with them")
+    group.addoption("--update-golden", action="store_true", help="write the figures in tests/golden anew instead of comparing with them")
     group.addoption("--update-nests", action="store_true", help="write the loop nests in the docstrings of stages anew")
 
 
@@ -34,19 +34,6 @@ def toolkit(tmp_path_factory):
         pytest.skip(str(error))
     preload(found, tmp_path_factory.mktemp("stub"))
     return found
-
-
-@pytest.fixture
-def golden(request):
-    """Function (name, text): compares the text with tests/golden/<name>, or writes it there under --update-golden."""
-    def compare(name, text):
-        path = GOLDEN / name
-        if request.config.getoption("--update-golden"):
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-        assert path.is_file(), f"{path.name} is missing in tests/golden: run pytest --update-golden and look at it"
-        assert text == path.read_text()
-    return compare
 
 
 @pytest.fixture

@@ -73,8 +73,16 @@ class TestRefused:
     def test_tuned_plan_of_a_device_that_is_elsewhere(self):
         if driver_version() is not None:
             pytest.skip("this machine has a GPU")
-        assert "a tuned plan is known for a device in this machine only" in command("export", "--target", "sm_80", code=2).stderr
+        refusal = command("export", "--target", "sm_80", code=2).stderr
+        assert "a tuned plan belongs to a device, found sm_80, of which this machine has none: name one with --gpu" in refusal
         assert "a benchmark needs a device that is there" in command("bench", "--target", "sm_80", code=2).stderr
+
+    def test_tuned_plan_of_a_device_by_name(self):
+        what = ("show", "plan", "--workload", "d64_f16_full", "--plan", "best", "--gpu", "nvidia-h200")
+        best = json.loads((ROOT / "tuning_logs/nvidia-h200/fwd_d64_dv64_f16_full/run.json").read_text())["best"]["plan"]
+        told = json.loads(command(*what, "--target", "sm_90a").stdout.splitlines()[0])["plan"]
+        assert told == " ".join(f"{name}={value}" for name, value in best.items())
+        assert "run.json must be of target sm_80, found sm_90a" in command(*what, "--target", "sm_80", code=1).stderr
 
     def test_family_that_does_not_take_the_workload(self):
         done = command("show", "plan", "--target", "sm_80", "--workload", "d64_f32_full", "--family", "mma", code=1)

@@ -30,6 +30,10 @@ class CudaArch:
     registers_per_thread: int = 255
     warp_lanes: int = 32
 
+    def __post_init__(self):
+        if self.mma and not self.mma_tile:
+            raise ArchError(f"{self.name} has mma and must name the tiles of its seed plans in mma_tile, found none: copy a nearby row's")
+
     def target(self):
         """TVM target with the true limits; TVM itself would refuse blocks above the 48 KiB of its tags."""
         return Target({"kind": "cuda", "arch": self.name, "max_threads_per_block": self.threads_per_block,

@@ -96,8 +96,8 @@ def circumstances(device):
     if importlib.util.find_spec("torch"):
         import torch
         versions["torch"] = torch.__version__
-    return {"device": device.description, "driver": cli.nvidia_driver(device), "versions": versions, "date": datetime.date.today().isoformat(),
-            "command": shlex.join(["python", "-m", "scripts.bench", *sys.argv[1:]])}
+    return {"device": device.description, "driver": cli.nvidia_driver(device), "versions": versions,
+            "date": datetime.date.today().isoformat(), "command": shlex.join(["python", "-m", "scripts.bench", *sys.argv[1:]])}
 
 
 def table(rows, markdown=False):
@@ -134,7 +134,7 @@ def make_parser():
     parser.add_argument("--milliseconds", type=float, default=None, help="about how long a measurement takes; " + size("milliseconds"))
     parser.add_argument("--rounds", type=int, default=8, help="measurements of each contestant; the median counts")
     parser.add_argument("--rest", type=float, default=0.02, help="seconds of rest before each measurement")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the data and of the order of turns")
+    parser.add_argument("--seed", type=options.seed, default=0, help="seed of the data and of the order of turns")
     parser.add_argument("--json", type=Path, default=None, help="write all figures and circumstances to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser
@@ -147,8 +147,10 @@ def run(args):
     for name, value in SIZES[device.kind].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if min([args.rounds, args.tokens, args.hidden, *args.lengths]) < 1 or args.milliseconds <= 0 or args.rest < 0:
+    if min([args.rounds, args.tokens, args.hidden, *args.lengths]) < 1 or not 0 < args.milliseconds < 1e6 or not 0 <= args.rest < 1e6:
         raise cli.UsageError("--rounds, --tokens, --hidden, --lengths and --milliseconds must be positive: correct them")
+    if args.json and not args.json.parent.is_dir():
+        raise cli.UsageError(f"--json must be a file in a folder that exists, found {str(args.json)!r}: correct the path")
     workloads = [options.workload_of(text, device) for text in args.workload]
     cli.echo(**{**vars(args), "command": "bench", "workload": [workload.name for workload in workloads], "target": device.description})
     rows = []

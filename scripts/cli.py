@@ -62,8 +62,10 @@ def main(run, arguments=None):
         return _complain(error, USAGE)
     except _FAILURES as error:
         return _complain(error, FAILED)
+    except MemoryError:
+        return _complain("more memory than there is was wanted: choose smaller sizes", FAILED)
     except KeyboardInterrupt:
-        return _complain("interrupted: nothing was written", FAILED)
+        return _complain("interrupted", FAILED)
 
 
 def _complain(error, code):
@@ -106,7 +108,10 @@ def find_device(target):
     gpu = _gpu()
     if target == "auto":
         return _cpu() if gpu is None else Device("cuda", arch_of_capability(*gpu[1]), slug_of(gpu[0]), gpu[0])
-    arch = cuda_arch(target)
+    try:
+        arch = cuda_arch(target)
+    except ArchError as error:
+        raise UsageError(f"--target is auto, cpu or an architecture; {error}") from error
     if gpu is not None and "".join(map(str, gpu[1])) == re.sub(r"\D", "", arch.name):
         return Device("cuda", arch, slug_of(gpu[0]), gpu[0])
     return Device("cuda", arch, None, f"{arch.name}, of which this machine has none")

@@ -27,6 +27,14 @@ def add_what(group, several=False):
     group.add_argument("--target", default="auto", help="auto: the GPU of this machine, else its CPU; or cpu, sm_80, sm_90a, ...")
 
 
+def seed(text):
+    """Type of --seed: what both NumPy and MetaSchedule take."""
+    value = int(text)
+    if not 0 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"a whole number from 0 to 2^31 - 1 is wanted, found {text}")
+    return value
+
+
 def add_logs(group):
     group.add_argument("--logs", default=None, help="folder of tuning logs; None: tuning_logs of this project")
 
@@ -57,6 +65,9 @@ def tuned_plan(args, device, workload):
 def default_plan(args, device, workload):
     """(family, plan) of the seed, of --family or of the first family that takes the workload."""
     takers = registry.takers(workload, device.arch)
+    names = [family.NAME for family in registry.FAMILIES]
+    if args.family not in (None, *names):
+        raise cli.UsageError(f"--family is one of {', '.join(names)}, found {args.family!r}: choose one of these")
     family = takers[0] if args.family is None else registry.family_named(args.family)
     if family not in takers:
         raise registry.NoSchedule(f"{family.NAME} does not take {workload.name} on {device.arch.name}: "

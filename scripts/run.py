@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # T
 import tvm  # noqa: E402
 
 DONE, FAILED = 0, 1
-FORWARD = "flash_attention_forward"
+FORWARD, MANIFEST = "flash_attention_forward", "flash_attention_manifest"
 
 
 class RunError(Exception):
@@ -32,6 +33,8 @@ def load(path):
     """The artefact as a TVM module; its CUDA kernels bring in TVM's CUDA runtime."""
     if not path.is_file():
         raise RunError(f"an artefact of scripts.export is wanted, found no file {path}: export one first")
+    if not _is_whole(path):
+        raise RunError(f"an artefact is a shared library, found {path} to be something else or cut off: name what scripts.export wrote")
     try:
         return tvm.runtime.load_module(str(path))
     except RuntimeError as error:
@@ -39,6 +42,13 @@ def load(path):
             raise RunError(f"{path} does not load: {str(error).strip().splitlines()[-1]}") from error
     load_cuda_runtime()
     return tvm.runtime.load_module(str(path))
+
+
+def _is_whole(path):
+    """Whether a file is an ELF library that reaches to its end, the section headers; the loader would crash on one that does not."""
+    head = path.read_bytes()[:64]
+    first, size, count = (int.from_bytes(head[start:end], "little") for start, end in ((40, 48), (58, 60), (60, 62)))
+    return path.suffix == ".so" and head[:4] == b"\x7fELF" and first + size * count <= path.stat().st_size
 
 
 def load_cuda_runtime():
@@ -61,14 +71,21 @@ def _opens(library):
     return True
 
 
-def read_cases(path):
-    """(index, arrays) of a check file; schedules/artefact/cases.py describes the form."""
+def read_cases(path, name_of_workload):
+    """(index, arrays) of a check file of this workload; schedules/artefact/cases.py describes the form."""
     if not path.is_file():
         raise RunError(f"the check cases of the artefact are wanted, found no file {path}: export again, or name it with --check")
-    arrays = np.load(path)
-    index = json.loads(str(arrays["index"]))
-    if index["schema"] != 1:
-        raise RunError(f"check cases of schema 1 are wanted, found {index['schema']} in {path}: use the scripts.run that came with it")
+    try:
+        with np.load(path) as file:
+            arrays = dict(file)
+        index = json.loads(str(arrays["index"]))
+        complete = all(f"{case['name']}.{name}" in arrays for case in index["cases"] for name in ("q", "k", "v", "out", "lse"))
+        schema, workload = index["schema"], index["workload"]
+    except (OSError, EOFError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
+        raise RunError(f"{path} must hold check cases, found something else ({error}): export again") from error
+    if not complete or not index["cases"] or (schema, workload) != (1, name_of_workload):
+        raise RunError(f"complete check cases of {name_of_workload}, schema 1, are wanted in {path}, found {len(index['cases'])} of "
+                       f"{workload}, schema {schema}: export again")
     return index, arrays
 
 
@@ -128,23 +145,25 @@ def parse(argv):
     args = parser.parse_args(argv)
     args.check = getattr(args, "check", args.artefact.with_suffix(".check.npz"))
     args.kv_heads = getattr(args, "kv_heads", args.heads)
-    if args.kv_heads < 1 or args.heads % args.kv_heads:
+    if min(args.heads, args.kv_heads) < 1 or args.heads % args.kv_heads:
         parser.error(f"--heads must be a multiple of --kv-heads, found {args.heads} and {args.kv_heads}")
-    if min([args.batch, args.repeat, *args.lengths]) < 1:
-        parser.error("--batch, --repeat and --lengths must be at least 1")
+    if min([args.batch, args.repeat, *args.lengths]) < 1 or args.seed < 0:
+        parser.error("--batch, --repeat and --lengths must be at least 1, and --seed at least 0")
     return args
 
 
 def run(args):
     module = load(args.artefact)
-    manifest = json.loads(module["flash_attention_manifest"]())
+    if not module.implements_function(MANIFEST):
+        raise RunError(f"an artefact has a function {MANIFEST}, found none in {args.artefact}: name what scripts.export wrote")
+    manifest = json.loads(module[MANIFEST]())
     workload, target = manifest["workload"], manifest["target"]
     plan = " ".join(f"{name}={value}" for name, value in manifest["plan"].items())
     print(f"{args.artefact}: {workload['name']} for {target['lowered_for']}, family {manifest['family']}, {plan}")
     device = tvm.runtime.device(target["kind"], 0)
     if not device.exist:
         raise RunError(f"the artefact needs a {target['kind']} device, found none: run it where there is one")
-    index, arrays = read_cases(args.check)
+    index, arrays = read_cases(args.check, workload["name"])
     wrong = 0
     for case in index["cases"]:
         error, complaint = check(module[FORWARD], case, arrays, index["dtype"], device)
@@ -166,6 +185,9 @@ def main(argv=None):
         run(args)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except MemoryError:
+        print("error: more memory than there is was wanted: choose smaller --lengths", file=sys.stderr)
         return FAILED
     return DONE
 

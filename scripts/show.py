@@ -78,13 +78,20 @@ def paper_rule(it):
 
 def show_nests(it):
     """The loop nest as declared and after each stage, or the lines of it that lead to some blocks."""
-    for number in range(len(it.family.STAGES) + 1):
+    nests = [loop_nest(it.schedule(number)) for number in range(len(it.family.STAGES) + 1)]
+    for block in it.blocks:
+        if not any(_has(nest, block) for nest in nests):
+            raise cli.UsageError(f"--blocks must name blocks of the nests, found {block!r} in none: look at the nests without --blocks")
+    for number, nest in enumerate(nests):
         name = it.family.STAGES[number - 1].__name__ if number else "as declared"
-        nest = loop_nest(it.schedule(number))
         if it.blocks:
-            present = [block for block in it.blocks if re.search(rf"^ *{re.escape(block)}(  |$)", nest, re.MULTILINE)]
+            present = [block for block in it.blocks if _has(nest, block)]
             nest = excerpt(nest, present) if present else f"none of the blocks {', '.join(it.blocks)} at this point"
         yield f"--- {number} {name}\n{nest}\n"
+
+
+def _has(nest, block):
+    return re.search(rf"^ *{re.escape(block)}(  |$)", nest, re.MULTILINE) is not None
 
 
 def show_tir(it):

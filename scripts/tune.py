@@ -67,7 +67,7 @@ def make_parser():
     parser.add_argument("--length", type=_positive(int), help="query and key rows of the shape that is timed; None: "
                         + ", ".join(f"{length} on {kind}" for kind, length in LENGTH.items()))
     options.add_logs(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    parser.add_argument("--seed", type=options.seed, default=0, help="of all draws")
     parser.add_argument("--workers", type=_positive(int), help="build processes; None: one a core")
     parser.add_argument("--commit", help="noted in run.json; None: that of the git checkout")
     parser.add_argument("--dry-run", action="store_true",
@@ -104,7 +104,7 @@ def run(args):
         return
     if device.slug is None:
         raise cli.UsageError(f"tuning needs the device itself, found {device.description}: run on such a machine, or use --target auto")
-    with _processes(device, workers) as (builder, runner), _stoppable() as stop:
+    with _stoppable() as stop, _processes(device, workers) as (builder, runner):
         for task in tasks:
             tune(Tools(device, builder, runner, limits, args.seed, args.commit, stop), *task)
             if stop():
@@ -201,19 +201,18 @@ def _stoppable():
     asked = []
 
     def ask(number, frame):
+        if asked:  # not by an exception: TVM's process pool would wait for its workers for ever
+            print("ended at once: what was saved until now is kept", file=sys.stderr, flush=True)
+            os._exit(cli.FAILED)
         asked.append(number)
         print("stopping once the kernels at hand are done", file=sys.stderr, flush=True)
-        restore()
-
-    def restore():
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(asked)
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _about(tools):

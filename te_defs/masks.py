@@ -1,7 +1,11 @@
 """Masks: which keys a query row sees. One class serves the kernel, the reference and the operation count.
 
-`i` is a query row counted from the aligned diagonal, that is query index + M - N, so that the last query stands on the last key;
-`j` is a key row. The methods take Python integers, NumPy arrays and TIR expressions alike.
+`i` is a query row counted from the aligned diagonal, that is query index + M - N, so that the last query stands on the last key; it is
+negative for the first rows where N > M, and must not be divided. `j` is a key row. The methods take Python integers, NumPy arrays and TIR
+expressions alike.
+
+A mask shows each row a prefix of the keys, one that never shrinks from row to row: row i sees key j exactly where j < key_end(i). The
+kernels rely on it: tiles before the first row's key_end run without mask code, tiles from the last row's key_end on are skipped.
 """
 from tvm import tirx
 

@@ -6,7 +6,7 @@ from te_defs.masks import MASKS
 
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _LONG_DTYPE = {short: dtype for dtype, short in DTYPES.items()}
-_NAME = re.compile(r"fwd_d(\d+)_dv(\d+)_(f16|bf16|f32)_([a-z]+)")
+_NAME = re.compile(r"fwd_d(\d{1,4})_dv(\d{1,4})_(f16|bf16|f32)_([a-z]+)")
 
 
 class WorkloadError(ValueError):

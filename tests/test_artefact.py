@@ -176,8 +176,8 @@ REFUSED = {
     "far too large": ({"k": big((B, 2**54, 2, 16)), "v": big((B, 2**54, 2, 8))}, ValueError, "k has 2^31 elements or more"),
     "scale text": ({"scale": "0.5"}, TypeError, "scale is text or bytes, wanted a number"),
     "scale bool": ({"scale": True}, TypeError, "scale is a bool, wanted a number"),
-    "scale nan": ({"scale": float("nan")}, ValueError, "scale is nan, wanted a number that is finite in float32"),
-    "scale too large": ({"scale": 1e300}, ValueError, "scale is 1e+300, wanted a number that is finite in float32"),
+    "scale nan": ({"scale": float("nan")}, ValueError, "scale is nan, wanted a number whose product with log2(e) is finite"),
+    "scale too large": ({"scale": 3e38}, ValueError, "scale is 3e+38, wanted a number whose product with log2(e) is finite"),
 }
 
 

@@ -2,7 +2,7 @@
 import pytest
 
 from schedules import registry
-from schedules.arch import CUDA_ARCHS, ArchError, arch_of_capability, cpu_arch, cuda_arch
+from schedules.arch import CUDA_ARCHS, ArchError, CudaArch, arch_of_capability, cpu_arch, cuda_arch
 from schedules.plan import Budget, Plan, PlanError, paper_tile, require
 from te_defs.workload import Workload
 
@@ -48,6 +48,11 @@ def test_arch_of_a_gpu(capability, name):
 def test_unknown_archs_are_refused(find, message):
     with pytest.raises(ArchError, match=message):
         find()
+
+
+def test_a_row_with_tensor_cores_names_its_tiles():
+    with pytest.raises(ArchError, match="sm_99 has mma and must name the tiles of its seed plans in mma_tile, found none"):
+        CudaArch("sm_99", 1024, 1024, mma=True)
 
 
 @pytest.mark.parametrize("arch", CUDA_ARCHS.values(), ids=list(CUDA_ARCHS))

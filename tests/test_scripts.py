@@ -55,7 +55,14 @@ def test_help_tells_what_it_does_and_its_defaults(name):
 class TestRefused:
     @pytest.mark.parametrize("name, arguments, message", [
         ("export", ["--workload", "d64"], "a workload is named like fwd_d128_dv128_f16_causal, found 'd64': correct the name, or name"),
-        ("export", ["--target", "sm_20"], "a CUDA target is one of sm_75, "),
+        ("export", ["--target", "sm_20"], "--target is auto, cpu or an architecture; a CUDA target is one of sm_75, "),
+        ("export", ["--target", "cpu", "--output", "tests"], "--output must be a file that ends in .so, found 'tests'"),
+        ("export", ["--target", "sm_80", "--plan", "default", "--archs", "sm_75"], "--archs must be served by mma, found that it declines"),
+        ("export", ["--target", "sm_89", "--plan", "default", "--archs", "sm_80"], "--target must be the least of all architectures"),
+        ("show", ["--target", "cpu", "--family", "zz"], "--family is one of mma, simt, simt_te, cpu, found 'zz'"),
+        ("show", ["nests", "--target", "cpu", "--blocks", "no"], "--blocks must name blocks of the nests, found 'no' in none"),
+        ("bench", ["--target", "cpu", "--milliseconds", "nan"], "--rounds, --tokens, --hidden, --lengths and --milliseconds must be"),
+        ("bench", ["--target", "cpu", "--json", "missing/a.json"], "--json must be a file in a folder that exists"),
         ("export", ["--target", "cpu", "--archs", "sm_80"], "--archs are for a CUDA target, found target "),
         ("bench", ["--target", "cpu", "--rounds", "0"], "--rounds, --tokens, --hidden, --lengths and --milliseconds must be positive"),
         ("show", ["nest"], "a section is one of plan, nests, tir, source, resources, found nest"),
@@ -130,9 +137,29 @@ class TestExportAndRun:
         assert "a row that sees no key is not out = 0 and lse = -inf" in done.stdout
 
     @pytest.mark.parametrize("path, message", [
-        ("none.so", "found no file none.so: export one first"), ("LICENSE", "LICENSE does not load: ")])
+        ("none.so", "found no file none.so: export one first"),
+        ("LICENSE", "an artefact is a shared library, found LICENSE to be something else")])
     def test_run_names_what_is_no_artefact(self, path, message):
         assert message in command("run", path, code=1).stderr
+
+    def test_run_names_what_was_cut_off(self, artefact, tmp_path):
+        cut = tmp_path / "cut.so"
+        cut.write_bytes(artefact[0].read_bytes()[:20000])
+        assert f"found {cut} to be something else or cut off" in command("run", cut, code=1).stderr
+
+    @pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 cut off"])
+    def test_run_names_damaged_cases(self, artefact, tmp_path, content):
+        (tmp_path / "bad.npz").write_bytes(content)
+        done = command("run", artefact[0], "--check", tmp_path / "bad.npz", code=1)
+        assert f"error: {tmp_path / 'bad.npz'} must hold check cases, found something else" in done.stderr
+
+    def test_run_names_cases_of_another_workload(self, artefact, tmp_path):
+        with np.load(artefact[0].with_suffix(".check.npz")) as found:
+            arrays = dict(found)
+        arrays["index"] = np.array(str(arrays["index"]).replace("_causal", "_full"))
+        np.savez(tmp_path / "other.npz", **arrays)
+        done = command("run", artefact[0], "--check", tmp_path / "other.npz", code=1)
+        assert "complete check cases of fwd_d64_dv64_bf16_causal" in done.stderr
 
     def test_run_needs_the_cases(self, artefact, tmp_path):
         shutil.copy(artefact[0], tmp_path / "alone.so")
@@ -173,7 +200,7 @@ class TestShow:
         assert re.search(r"^cpu +declines: sm_90a is no CPU$", output, re.MULTILINE)
         assert "M = 116224 elements of shared memory, Bc = ceil(M / 4d) = 227, Br = min(Bc, d) = 128" in output
         assert re.search(r"^largest Bc within the budget of mma: \d+$", output, re.MULTILINE)
-        assert re.search(r"^the next larger one: registers of plan .* must stay within 255", output, re.MULTILINE)
+        assert re.search(r"^the next larger one: registers, about of plan .* must stay within 255", output, re.MULTILINE)
 
     def test_tir_and_assembly(self):
         output = command("show", "tir", "source", "--workload", "d64_f32_causal", "--target", "cpu", code=0).stdout

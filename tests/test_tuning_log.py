@@ -128,13 +128,26 @@ class TestRecords:
 
     @pytest.mark.parametrize("change, message", [
         (lambda run: run["best"].update(declaration="1"), "the declaration has changed since"),
-        (lambda run: run["best"]["plan"].update(warps=4), "unexpected keyword argument"),
-        (lambda run: run["best"].update(family="gone"), "a family is one of stand_in, found 'gone'"),
-        (lambda run: run["best"]["plan"].update(lanes=64), "lanes of plan"),
+        (lambda run: run["best"]["plan"].update(warps=4), "plans of stand_in have other fields than"),
+        (lambda run: run["best"].update(family="gone"), "there is no family gone any more"),
+        (lambda run: run["best"]["plan"].update(lanes=64), "stand_in offers no plan"),
     ])
     def test_of_other_sources_is_stale(self, tuned, change, message):
         self.edit(tuned, change)
         with pytest.raises(records.StaleRecord, match=message):
+            self.best(tuned)
+
+    @pytest.mark.parametrize("change, entry", [
+        (lambda run: run.update(device="x"), "device"), (lambda run: run.update(device={}), "device"),
+        (lambda run: run.update(best=[1]), "best"), (lambda run: run["best"].pop("plan"), "plan"),
+        (lambda run: run["best"].update(family=[]), "family"), (lambda run: run["best"].update(seconds="abc"), "seconds"),
+        (lambda run: run["best"].update(seconds=-1.0), "seconds"), (lambda run: run["best"]["plan"].update(lanes=8.0), "whole numbers"),
+        (lambda run: run["shape"].update(batch=-1), "shape"), (lambda run: run.update(sessions=None), "sessions"),
+        (lambda run: run.update(schema=99), "schema"),
+    ])
+    def test_damaged_run_is_refused(self, tuned, change, entry):
+        self.edit(tuned, change)
+        with pytest.raises(records.DamagedLog, match=rf"run\.json must .*{entry}.*, found"):
             self.best(tuned)
 
     @pytest.mark.parametrize("name", log.DATABASE)

@@ -84,6 +84,15 @@ class TestMask:
         kept = [[j for j in range(m) if mask.keep(i, j, m)] for i in range(m - n, m)]
         assert [mask.key_end(i, m) for i in range(m - n, m)] == [row[-1] + 1 if row else 0 for row in kept]
 
+    @pytest.mark.parametrize("n, m", LENGTHS)
+    @pytest.mark.parametrize("mask", MASKS.values(), ids=list(MASKS))
+    def test_a_row_sees_a_prefix_of_the_keys_that_never_shrinks(self, mask, n, m):
+        """What the kernels rely on, for rows that exist and keys past the end alike."""
+        ends = [mask.key_end(i, m) for i in range(m - n, m)]
+        assert ends == sorted(ends) and all(0 <= end <= m for end in ends)
+        seen = [[bool(mask.keep(i, j, m)) for j in range(m + 3)] for i in range(m - n, m)]
+        assert seen == [[j < end for j in range(m + 3)] for end in ends]
+
     def test_flops_are_two_per_multiply_add(self):
         shape = Shape(batch=2, q_heads=4, kv_heads=2, q_len=3, kv_len=5)
         assert flops(Workload(64, 32, mask="full"), shape) == 2 * 2 * 4 * (3 * 5) * (64 + 32)

@@ -118,6 +118,7 @@ static int check_shape(const Wanted *wanted, const DLTensor *tensor, const DLTen
   for (int axis = 0; axis < wanted->rank; ++axis) {
     const Dim *dim = &wanted->dims[axis];
     int64_t size = tensor->shape[axis];
+    if (size < 0) return fail("ValueError", "%s.shape[%d] is %lld, wanted zero or more", wanted->name, axis, (long long)size);
     if (dim->constant && size != dim->constant)
       return fail("ValueError", "%s.shape[%d] is %lld, wanted %lld, which this artefact was built for; the layout is %s", wanted->name,
                   axis, (long long)size, (long long)dim->constant, wanted->layout);
@@ -156,7 +157,9 @@ static int check_scale(const TVMFFIAny *arg, int *negative) {
   if (arg->type_index != kTVMFFIFloat && arg->type_index != kTVMFFIInt)
     return fail("TypeError", "scale is %s, wanted a number", type_name(arg));
   double scale = arg->type_index == kTVMFFIInt ? (double)arg->v_int64 : arg->v_float64;
-  if (!isfinite((float)scale)) return fail("ValueError", "scale is %g, wanted a number that is finite in float32", scale);
+  /* The kernel multiplies by log2(e), in float32. */
+  if (!isfinite((float)(scale * 1.4426950408889634)))
+    return fail("ValueError", "scale is %g, wanted a number whose product with log2(e) is finite in float32", scale);
   *negative = scale < 0;
   return 0;
 }

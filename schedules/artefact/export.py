@@ -36,6 +36,8 @@ def export_artefact(module, workload, path, manifest, cases):
     Raises ExportError where the module holds source instead of device code or lacks the function, ToolkitError where the C compiler fails.
     """
     path = Path(path)
+    if path.is_dir():
+        raise ExportError(f"an artefact is a file, found the folder {path}: name a file in it")
     module = getattr(module, "mod", module)
     device = _device_of(module)
     path.parent.mkdir(parents=True, exist_ok=True)

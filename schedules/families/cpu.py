@@ -118,6 +118,7 @@ def budget(workload, arch, plan):
     inputs = (plan.q_tile + plan.kv_tile) * workload.head_dim + plan.kv_tile * workload.value_dim
     scores, outputs = plan.q_tile * plan.kv_tile, plan.q_tile * workload.value_dim
     return Budget((
+        ("threads", plan.threads, arch.cores, "cores"),
         ("vector registers", plan.rows * plan.panel_vectors + plan.panel_vectors + 1, arch.vector_registers, ""),
         ("L1, a panel of Q or P", FLOAT32_BYTES * plan.panel * max(workload.head_dim, plan.kv_tile), arch.l1_bytes, "bytes"),
         ("L2, all tiles", FLOAT32_BYTES * (inputs + 2 * scores + 2 * outputs), arch.l2_bytes, "bytes"),

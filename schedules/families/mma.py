@@ -68,7 +68,9 @@ PLAN = MmaPlan
 
 def decline(workload, arch):
     """Why this family does not take the workload, or None."""
-    if arch.kind != "cuda" or not arch.mma:
+    if arch.kind != "cuda":
+        return f"{arch.name} is no CUDA GPU"
+    if not arch.mma:
         return f"{arch.name} has no mma.sync m16n8k16 (sm_80 and later have)"
     if workload.dtype not in intrinsics.PTX_DTYPE:
         return f"tensor cores take 16-bit inputs, not {workload.dtype}"
@@ -111,7 +113,7 @@ def budget(workload, arch, plan):
     return Budget((
         ("threads", threads, arch.threads_per_block, "of a block"),
         ("shared memory", 2 * (plan.q_tile * d + 2 * plan.kv_tile * (d + dv)), arch.smem_bytes, "bytes"),
-        ("registers", accumulators + OTHER_REGISTERS, arch.registers_per_thread, "per thread"),
+        ("registers, about", accumulators + OTHER_REGISTERS, arch.registers_per_thread, "per thread"),
     )).check(plan, arch)
 
 

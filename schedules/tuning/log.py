@@ -60,8 +60,9 @@ class Log:
         """run.json as a dict, None where there is none; ForeignLog where it names another device or target."""
         run = read_json(self.path / RUN)
         if run is not None:
-            for what, found, wanted in (("device", run.get("device", {}).get("slug"), self.slug),
-                                        ("target", run.get("arch"), self.arch.name), ("workload", run.get("workload"), self.workload.name)):
+            check_run(self.path / RUN, run)
+            for what, found, wanted in (("device", run["device"]["slug"], self.slug), ("target", run["arch"], self.arch.name),
+                                        ("workload", run["workload"], self.workload.name)):
                 if found != wanted:
                     raise ForeignLog(f"{self.path / RUN} must be of {what} {wanted}, found {found}: use another --logs folder")
         return run
@@ -76,43 +77,79 @@ class Log:
         data = read_json(path)
         if data is None:
             return {}, {}
-        if data.get("shape") != asdict(shape) or data.get("arch") != self.arch.name:
-            raise ForeignLog(f"{path} must be of {self.arch.name} at {shape}, found {data.get('arch')} at "
-                             f"{data.get('shape')}: name that --length, or another --logs folder")
+        told, wanted = ([each.get(name) for name in ("schema", "workload", "arch", "shape")]
+                        for each in (data, {**self._head(), "shape": asdict(shape)}))
+        if told != wanted:
+            raise ForeignLog(f"{path} must be of {wanted}, found {told}: name that --length, or another --logs folder")
         outcomes = {}
         try:
             for family, values, *outcome in data["plans"]:
                 if family in families:
                     names = data["fields"][family]
                     if set(names) == {field.name for field in fields(families[family].PLAN)}:
-                        outcomes[family, families[family].PLAN(**dict(zip(names, values)))] = Outcome(*outcome)
+                        outcomes[family, families[family].PLAN(**dict(zip(names, values)))] = _sound(Outcome(*outcome))
             return outcomes, dict(data["declarations"])
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedLog(f"{path} must list plans and outcomes, found something else ({error!r}): delete the file") from error
 
     def write_measured(self, outcomes, declarations, shape):
         """Keep the outcomes, one line each."""
-        head = {"schema": SCHEMA, "workload": self.workload.name, "arch": self.arch.name, "shape": asdict(shape),
-                "declarations": declarations,
+        head = {**self._head(), "shape": asdict(shape), "declarations": declarations,
                 "fields": {family: [field.name for field in fields(plan)] for family, plan in outcomes}}
         lines = [json.dumps([family, list(astuple(plan)), *_trimmed(astuple(outcome))]) for (family, plan), outcome in outcomes.items()]
         write_text(self.path / MEASURED, json.dumps(head)[:-1] + ', "plans": [\n' + ",\n".join(lines) + "\n]}\n")
+
+    def _head(self):
+        return {"schema": SCHEMA, "workload": self.workload.name, "arch": self.arch.name}
 
     def write_run(self, run):
         write_text(self.path / RUN, json.dumps({"schema": SCHEMA, **run}, indent=2) + "\n")
 
     def check_database(self):
         """DamagedLog where a line of the database is not what MetaSchedule writes. (MetaSchedule itself would end the process.)"""
-        for name in DATABASE:
+        for name, kind in zip(DATABASE, (str, int)):  # the hash of a workload, or the number of one
             path = self.path / name
             for number, line in enumerate(_lines(path), 1):
                 try:
-                    sound = len(json.loads(line)) == 2
-                except (ValueError, TypeError):
+                    entry = json.loads(line)
+                    sound = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], kind)
+                except (ValueError, RecursionError):
                     sound = False
                 if not sound:
                     raise DamagedLog(f"{path} must hold one record a line, found line {number} damaged: restore the file, or delete "
                                      "both database files and tune again")
+
+
+#: What run.json must hold: the type of each entry, and of those of the best plan.
+_RUN_FORM = {"schema": int, "workload": str, "arch": str, "device": dict, "shape": dict, "sessions": list}
+_BEST_FORM = {"family": str, "plan": dict, "seconds": float, "declaration": str}
+
+
+def check_run(path, run):
+    """DamagedLog where the content of a run.json does not have the form that the tuner gives it."""
+    best = run.get("best")
+    wanted = [(run, name, kind) for name, kind in _RUN_FORM.items()]
+    if best is not None:
+        wanted += [({"best": best}, "best", dict)]
+        wanted += [(best, name, kind) for name, kind in _BEST_FORM.items()] if isinstance(best, dict) else []
+    for part, name, kind in wanted:
+        if not isinstance(part.get(name), kind):
+            raise DamagedLog(f"{path} must have {name!r} of type {kind.__name__}, found {part.get(name)!r}: restore the file or delete it")
+    if best is not None and not (0 < best["seconds"] < float("inf") and all(type(value) is int for value in best["plan"].values())):
+        raise DamagedLog(f"{path} must have a best plan of whole numbers with its seconds, found {best}: restore the file or delete it")
+    if run["schema"] != SCHEMA or not isinstance(run["device"].get("slug"), str):
+        raise DamagedLog(f"{path} must be of schema {SCHEMA} and name its device, found {run['schema']} and {run['device']}: tune again")
+    try:
+        shape_of(run["shape"])
+    except (TypeError, ValueError) as error:
+        raise DamagedLog(f"{path} must have the shape that was timed, found {run['shape']}: restore the file or delete it") from error
+
+
+def _sound(outcome):
+    """The outcome; ValueError where it is none."""
+    if not (outcome.seconds is None or isinstance(outcome.seconds, float) and 0 < outcome.seconds < float("inf")):
+        raise ValueError(f"seconds {outcome.seconds!r}")
+    return outcome
 
 
 def _trimmed(values):
@@ -138,7 +175,7 @@ def read_json(path):
         return None
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedLog(f"{path} must be JSON, found {error}: restore or delete it") from error
     if not isinstance(data, dict):
         raise DamagedLog(f"{path} must hold an object, found {type(data).__name__}: restore or delete it")

@@ -1,12 +1,13 @@
 """The best plan on record, for whoever builds a kernel. A record counts for its own device and target only; there is no nearest match."""
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import tvm
 import tvm_ffi
 
 from schedules import registry
-from schedules.plan import Plan, PlanError
+from schedules.plan import Plan
+from schedules.space import spaces_of
 from schedules.tuning.log import RUN, DamagedLog, ForeignLog, Log, LogError, read_json, shape_of
 from te_defs.workload import Shape, Workload
 
@@ -54,19 +55,17 @@ def best_record(logs_root, gpu_slug, workload, arch):
         raise NoRecord(f"a record of {workload.name} for {gpu_slug} was wanted, found none in {log.path}: run "
                        f"python -m scripts.tune --workload {workload.name}")
     log.check_database()
-    try:
-        family = registry.family_named(best["family"])
-        plan = family.PLAN(**best["plan"])
-        family.budget(workload, arch, plan)
-        stale = best["declaration"] != declaration_of(family, workload, plan)
-        record = Record(workload, family.NAME, plan, float(best["seconds"]), shape_of(run["shape"]), arch, run)
-    except KeyError as error:
-        raise DamagedLog(f"{log.path / RUN} must have {error} beside the best plan, found none: restore the file or tune again") from error
-    except (TypeError, registry.NoSchedule, PlanError) as error:
-        raise _stale(log, str(error).splitlines()[0]) from error
-    if stale:
+    family = {family.NAME: family for family in registry.FAMILIES}.get(best["family"])
+    if family is None:
+        raise _stale(log, f"there is no family {best['family']} any more")
+    if set(best["plan"]) != {field.name for field in fields(family.PLAN)}:
+        raise _stale(log, f"plans of {family.NAME} have other fields than {', '.join(best['plan'])}")
+    plan = family.PLAN(**best["plan"])
+    if not any(space.owns(family.NAME, plan) and space.fits(plan) for space in spaces_of([family], workload, arch)):
+        raise _stale(log, f"{family.NAME} offers no plan {plan}")
+    if best["declaration"] != declaration_of(family, workload, plan):
         raise _stale(log, "the declaration has changed since")
-    return record
+    return Record(workload, family.NAME, plan, best["seconds"], shape_of(run["shape"]), arch, run)
 
 
 def _stale(log, why):

@@ -1,5 +1,5 @@
 """What a session leaves behind: the database of the best plan's space, and run.json."""
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from schedules.tuning.database import write_database
 from te_defs.workload import flops
@@ -9,10 +9,9 @@ def champion_of(run, families):
     """(family name, plan) of the best in run.json, None where there is none, or none that today's families have."""
     best = None if run is None else run.get("best")
     family = families.get(best["family"]) if best else None
-    try:
-        return None if family is None else (best["family"], family.PLAN(**best["plan"]))
-    except TypeError:
+    if family is None or set(best["plan"]) != {field.name for field in fields(family.PLAN)}:
         return None
+    return best["family"], family.PLAN(**best["plan"])
 
 
 def conclude(log, session, shape, run, winner, device, about):

@@ -242,9 +242,9 @@ class Session:
         return None
 
     def _finalists(self):
-        """The fastest few by the search's measurements, and the champion of earlier sessions."""
-        ranking = self._ranking()
-        return ranking[:FINALISTS] + [key for key in ranking[FINALISTS:] if key == self.champion]
+        """The fastest few by the search's measurements, the champion of earlier sessions, and the default plan: a winner must beat both."""
+        ranking, default = self._ranking(), self.tasks[0].key(self.spaces[0].seed)
+        return ranking[:FINALISTS] + [key for key in ranking[FINALISTS:] if key in (self.champion, default)]
 
     def _scores(self, finalists, built):
         """{key: (seconds, error)} of finalists measured in turns; those that fail now, with their twin, are refused for good."""

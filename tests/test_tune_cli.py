@@ -185,6 +185,20 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
     assert run["trials"] == len(json.loads((folder / log.MEASURED).read_text())["plans"]) >= 1
 
 
+def test_a_second_ctrl_c_ends_it_at_once(tmp_path):
+    started = subprocess.Popen([sys.executable, "-m", "scripts.tune", *SMALL, "--logs", str(tmp_path), "--minutes", "5"], cwd=ROOT,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    for line in started.stdout:
+        if line.startswith("["):
+            break
+    os.kill(started.pid, signal.SIGINT)
+    assert started.stderr.readline() == "stopping once the kernels at hand are done\n"
+    os.kill(started.pid, signal.SIGINT)
+    _, complaints = started.communicate(timeout=30)
+    assert started.returncode == cli.FAILED
+    assert complaints == "" or complaints.startswith(("ended at once", "error: interrupted"))
+
+
 def test_ctrl_c_before_the_first_result_writes_nothing(tmp_path):
     started = subprocess.Popen([sys.executable, "-m", "scripts.tune", *SMALL, "--logs", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -29,7 +29,7 @@ demo: $(READY) ## tune for MINUTES on what is there, export, run without a compi
 test: $(READY) ## all tests; those that need a GPU are skipped without one
 	$(PYTHON) -m pytest
 
-test-quick: $(READY) ## the tests that take seconds
+test-quick: $(READY) ## without the files that take half a minute or more
 	$(PYTHON) -m pytest -m "not slow and not gpu"
 
 test-gpu: $(READY) ## the tests that need a GPU, which must be there

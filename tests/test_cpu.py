@@ -16,6 +16,8 @@ from te_defs import reference
 from te_defs.workload import Shape, Workload
 from tests.numbers import RAGGED, run, verdict
 
+pytestmark = pytest.mark.slow
+
 #: The machine of the test, with the vectors of AVX-512 whether it has them or not: LLVM takes wider ones apart.
 HERE = cpu_arch(codegen.llvm_get_system_cpu(), 512, 2)
 CAUSAL, FULL = Workload(64, 64, "float32", "causal"), Workload(40, 72, "float32", "full")

@@ -21,6 +21,8 @@ from scripts import bench, cli, contest, options
 from scripts.kernels import build_artefact
 from te_defs.workload import Workload
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("tune", "export", "run", "bench", "show")
 README = (ROOT / "README.md").read_text()

@@ -16,6 +16,8 @@ from schedules.space import Space, schedule_in
 from te_defs.workload import Workload
 from tests.numbers import RAGGED, verdict
 
+pytestmark = pytest.mark.slow
+
 SMALL = simt.SimtPlan(q_tile=16, kv_tile=16, thread_rows=4, thread_columns=8, unroll=2)
 MEMBERS = {family.NAME: family for family in (simt, simt_te)}
 #: (member, workload) whose numbers are checked after each stage; D and DV differ, and 40 channels are 5 for each of 8 threads.
@@ -27,6 +29,8 @@ COMPILED = [(simt, Workload(64, 64, "float32", "full"), "sm_75"), (simt, Workloa
             (simt, Workload(128, 128, "float32", "full"), "sm_80"), (simt, Workload(64, 64, "float16", "causal"), "sm_75"),
             (simt, Workload(256, 256, "float32", "causal"), "sm_86"), (simt, Workload(80, 40, "float32", "full"), "sm_80"),
             (simt_te, Workload(64, 64, "float32", "full"), "sm_90a"), (simt_te, Workload(128, 128, "float16", "full"), "sm_75")]
+COMPILED += [(simt, Workload(64, 64, "float32", "causal"), arch) for arch in ("sm_89", "sm_120")]
+COMPILED += [(simt_te, Workload(64, 64, "float32", "full"), arch) for arch in ("sm_80", "sm_86", "sm_89", "sm_120")]
 
 
 def name_of(value):

@@ -14,6 +14,8 @@ from schedules.tuning.log import ForeignLog
 from scripts import cli, tune
 from tests import stand_in
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 #: A workload and a length that take moments.
 SMALL = ("--workload", "fwd_d16_dv8_f32_causal", "--target", "cpu", "--length", "64", "--workers", "2")
@@ -105,7 +107,6 @@ class TestRefused:
         assert not (folder_of(tmp_path) / log.RUN).exists()
 
 
-@pytest.mark.slow
 class TestSession:
     def test_says_how_it_goes(self, tuned):
         _, text = tuned
@@ -166,7 +167,6 @@ def test_a_damaged_database_is_refused_before_anything_is_built(tmp_path, capsys
     assert "found line 1 damaged: restore the file, or delete both database files" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_ctrl_c_keeps_what_there_is(tmp_path):
     started = subprocess.Popen([sys.executable, "-m", "scripts.tune", *SMALL, "--logs", str(tmp_path), "--minutes", "5"], cwd=ROOT,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -22,6 +22,8 @@ from tests import stand_in
 from tests.fake_tuner import SHAPE, WORKLOAD, Clock, FakeBuilder, FakeRunner, outcome_of, session, spaces
 from tests.stand_in import UNSCHEDULABLE, WRONG, StandInPlan
 
+pytestmark = pytest.mark.slow
+
 CPU = tvm.cpu()
 
 

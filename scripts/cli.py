@@ -15,7 +15,7 @@ from tvm.target import Target, codegen
 from schedules.arch import ArchError, arch_of_capability, cpu_arch, cuda_arch
 from schedules.artefact.export import ExportError
 from schedules.lowering.cuda_compile import CompileError
-from schedules.lowering.toolkit import ToolkitError, driver_version, find_toolkit, preload
+from schedules.lowering.toolkit import ToolkitError, driver_version, find_toolkit, preload, require_driver
 from schedules.plan import PlanError
 from schedules.registry import NoSchedule
 from schedules.tuning.log import LogError
@@ -101,10 +101,13 @@ def log_folder(text):
 def find_device(target):
     """Device of a --target: auto (the GPU of this machine, else its CPU), cpu, or an architecture such as sm_80.
 
-    ArchError for an architecture that is not known, and for a GPU without a row in schedules/arch.py.
+    UsageError for an architecture that is not known, ArchError for a GPU without a row in schedules/arch.py, ToolkitError for a driver
+    that is too old for the GPU to be meant by auto.
     """
     if target == "cpu":
         return _cpu()
+    if target == "auto" and driver_version() is not None:
+        require_driver()
     gpu = _gpu()
     if target == "auto":
         return _cpu() if gpu is None else Device("cuda", arch_of_capability(*gpu[1]), slug_of(gpu[0]), gpu[0])

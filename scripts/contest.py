@@ -8,7 +8,6 @@ from typing import Callable
 import numpy as np
 import tvm
 
-from schedules.build import KERNEL
 from te_defs import reference
 
 
@@ -102,12 +101,6 @@ class TorchData:
         except RuntimeError:
             return False
         return True
-
-
-def ours(name, module, data, scale):
-    """A built plan as a contestant."""
-    function = module[KERNEL]
-    return Contestant(name, lambda: function(*data.tensors, scale))
 
 
 def contest(contestants, data, rounds, milliseconds, rest, seed):

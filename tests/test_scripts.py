@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from schedules import build
+from schedules.lowering import toolkit
 from schedules.lowering.toolkit import driver_version
 from schedules.nest import excerpt, loop_nest
 from schedules.registry import FAMILIES, family_named
@@ -78,6 +79,12 @@ class TestRefused:
         assert re.match(r"error: a record of fwd_d64_dv64_f32_causal for \S+ was wanted, found none in .*: run python -m scripts.tune",
                         done.stderr)
         assert list(tmp_path.iterdir()) == []
+
+    def test_driver_that_is_too_old(self, monkeypatch):
+        for module in (cli, toolkit):
+            monkeypatch.setattr(module, "driver_version", lambda: (12, 4))
+        with pytest.raises(toolkit.ToolkitError, match="needs an NVIDIA driver for CUDA 13.0 or later, found one for CUDA 12.4: update"):
+            cli.find_device("auto")
 
     def test_tuned_plan_of_a_device_that_is_elsewhere(self):
         if driver_version() is not None:

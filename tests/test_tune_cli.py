@@ -167,12 +167,17 @@ def test_a_damaged_database_is_refused_before_anything_is_built(tmp_path, capsys
     assert "found line 1 damaged: restore the file, or delete both database files" in capsys.readouterr().err
 
 
-def test_ctrl_c_keeps_what_there_is(tmp_path):
-    started = subprocess.Popen([sys.executable, "-m", "scripts.tune", *SMALL, "--logs", str(tmp_path), "--minutes", "5"], cwd=ROOT,
+def started_tuning(folder, *arguments, until):
+    """The process of a tune command in a session of its own, once it has printed a line that starts with `until`."""
+    started = subprocess.Popen([sys.executable, "-m", "scripts.tune", *SMALL, "--logs", str(folder), *arguments], cwd=ROOT,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    for line in started.stdout:
-        if line.startswith("["):
-            break
+    while not started.stdout.readline().startswith(until):
+        assert started.poll() is None, "the command has ended"
+    return started
+
+
+def test_ctrl_c_keeps_what_there_is(tmp_path):
+    started = started_tuning(tmp_path, "--minutes", "5", until="[")
     os.killpg(started.pid, signal.SIGINT)
     _, complaints = started.communicate(timeout=120)
     assert started.returncode == cli.FAILED
@@ -186,11 +191,7 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
 
 
 def test_a_second_ctrl_c_ends_it_at_once(tmp_path):
-    started = subprocess.Popen([sys.executable, "-m", "scripts.tune", *SMALL, "--logs", str(tmp_path), "--minutes", "5"], cwd=ROOT,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    for line in started.stdout:
-        if line.startswith("["):
-            break
+    started = started_tuning(tmp_path, "--minutes", "5", until="[")
     os.kill(started.pid, signal.SIGINT)
     assert started.stderr.readline() == "stopping once the kernels at hand are done\n"
     os.kill(started.pid, signal.SIGINT)
@@ -200,9 +201,7 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path):
 
 
 def test_ctrl_c_before_the_first_result_writes_nothing(tmp_path):
-    started = subprocess.Popen([sys.executable, "-m", "scripts.tune", *SMALL, "--logs", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, start_new_session=True)
-    started.stdout.readline()
+    started = started_tuning(tmp_path, until="{")
     os.killpg(started.pid, signal.SIGINT)
     _, complaints = started.communicate(timeout=120)
     assert started.returncode == cli.FAILED

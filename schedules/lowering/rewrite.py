@@ -1,4 +1,4 @@
-"""Small rewrites of TIR that TVM's own passes lack. Whatever names an IR node class stands in this file."""
+"""Small rewrites of TIR that TVM's own passes lack, and what writing one takes. Those of a single family stand beside its pipeline."""
 import functools
 import itertools
 

@@ -10,7 +10,11 @@ NEGATIVE_SCALE_KERNEL = "attention_forward_negative_scale"
 def schedule(family, workload, plan, stages=None, negative_scale=False):
     """A fresh Schedule of the symbolic declaration after the family's stages; after the first `stages` of them where given."""
     func = family.declare(workload, plan, negative_scale=negative_scale)
-    sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
+    return staged(s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0), family, plan, stages)
+
+
+def staged(sch, family, plan, stages=None):
+    """The Schedule of a declaration, after the family's stages; after the first `stages` of them where given."""
     for stage in family.STAGES[:stages]:
         stage(sch, plan)
     return sch

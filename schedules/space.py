@@ -7,6 +7,7 @@ may only flow into other instructions; what a stage branches on is structural.
 import itertools
 from dataclasses import dataclass, fields
 
+from schedules.build import staged
 from schedules.plan import Plan, PlanError, fitting
 from te_defs.workload import Workload
 
@@ -118,9 +119,7 @@ def carried(space, plan):
 
 def schedule_in(sch, space, chosen=None):
     """Draw a plan and apply the family's stages to it: the design space that MetaSchedule samples."""
-    plan = draw(sch, space, chosen)
-    for stage in space.family.STAGES:
-        stage(sch, plan)
+    staged(sch, space.family, draw(sch, space, chosen))
 
 
 def decisions(mod):

@@ -96,10 +96,7 @@ def _make(job):
 def _scheduled(job, negative_scale):
     """The symbolic module after the family's stages. The schedule starts from a copy, since it can change what it starts from."""
     text, _ = _declared_text(job, negative_scale)
-    sch = s_tir.Schedule(tvm.ir.load_json(text), debug_mask=0)
-    for stage in job.space.family.STAGES:
-        stage(sch, job.plan)
-    return sch.mod
+    return build.staged(s_tir.Schedule(tvm.ir.load_json(text), debug_mask=0), job.space.family, job.plan).mod
 
 
 def _declared_text(job, negative_scale):

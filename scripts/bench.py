@@ -1,6 +1,7 @@
 """Compare the default plan, the tuned plan and, where it is installed, PyTorch: on this machine, all in turns in one run.
 
     python -m scripts.bench --workload d128_f16_causal --lengths 1024 4096 16384 --markdown
+    python -m scripts.bench --workload d128_f16_causal --lengths 16384 --peers --milliseconds 200
 
 What is timed are artefacts as `scripts.export` writes them, after they passed their check cases.
 """
@@ -22,7 +23,7 @@ import tvm_ffi
 from schedules.artefact.cases import check_cases
 from schedules.artefact.export import ExportError
 from schedules.tuning.log import LogError
-from scripts import cli, options
+from scripts import cli, options, peers
 from scripts.contest import Contestant, TorchData, TvmData, contest, summary
 from scripts.kernels import build_artefact, cuda_toolkit
 from te_defs import reference
@@ -80,39 +81,97 @@ def our_kernels(args, device, workloads, folder):
 
 
 def compare(args, device, kernels, workload, length):
-    """Rows of one workload and length, a dict for each contestant."""
+    """(rows, sentences) of one workload and length: a dict for each contestant, and who was left out and why."""
     shape = standard_shape(workload, length, args.tokens, args.hidden)
-    data = (TorchData if importlib.util.find_spec("torch") else TvmData)(workload, shape, device.kind, args.seed)
+    torch_is_here = importlib.util.find_spec("torch") is not None
+    data = (TorchData if torch_is_here else TvmData)(workload, shape, device.kind, args.seed)
     scale = workload.head_dim**-0.5
-    contestants = [Contestant(name, lambda forward=forward: forward(*data.tensors, scale)) for name, forward in kernels.items()]
-    times = contest([*contestants, *data.peers(workload)], data, args.rounds, args.milliseconds, args.rest, args.seed)
-    return [{"workload": workload.name, "length": length, "batch": shape.batch, "heads": shape.q_heads, "contestant": name, **figures}
-            for name, figures in summary(times, flops(workload, shape)).items()]
+    ours = [Contestant(name, lambda forward=forward: forward(*data.tensors, scale)) for name, forward in kernels.items()]
+    ours[-1].call()  # so that O holds our result, which the peers' are compared with
+    invited = peers.FASTEST if args.peers else peers.BY_DEFAULT[device.kind] if torch_is_here else ()
+    theirs, left_out = peers.admit(invited, workload, data)
+    turns = contest([*ours, *theirs], data, args.rounds, args.milliseconds, args.rest, args.seed)
+    figures = judged(summary(turns, flops(workload, shape)), workload, peak_for(device, workload))
+    case = {"workload": workload.name, "length": length, "batch": shape.batch, "heads": shape.q_heads}
+    return [{**case, "contestant": name, **entry} for name, entry in figures.items()], left_out
 
 
-def circumstances(device):
-    """Where, when and with what the numbers were measured."""
+def peak_for(device, workload):
+    """schedules.arch.Peak that the workload can be held against; None where it is not known, or where tensor cores do not take the type."""
+    return device.arch.peak if device.kind == "cuda" and workload.dtype != "float32" else None
+
+
+def judged(figures, workload, peak):
+    """The figures with what each contestant's speed comes to: that of ours over it, and its shares of the chip's two limits."""
+    best = figures.get("tuned", figures["default"])
+    bound = peak and peak.exp_bound_tflops(workload.head_dim, workload.value_dim)
+    return {name: {**entry, "ours_over_this": entry["ms"] / best["ms"], "of_peak": peak and entry["tflops"] / peak.tensor_tflops,
+                   "of_exp_bound": peak and entry["tflops"] / bound} for name, entry in figures.items()}
+
+
+def circumstances(device, contestants):
+    """Where, when and with what the numbers of these contestants were measured."""
     versions = {"tvm": tvm.__version__, "tvm-ffi": tvm_ffi.__version__}
     if importlib.util.find_spec("torch"):
         import torch
         versions["torch"] = torch.__version__
+    versions.update(peers.versions(contestants))
     return {"device": device.description, "driver": cli.nvidia_driver(device), "versions": versions,
             "date": datetime.date.today().isoformat(), "command": shlex.join(["python", "-m", "scripts.bench", *sys.argv[1:]])}
+
+
+def _unit(rows):
+    """(unit of speed, how many of it a TFLOP/s is)"""
+    return ("TFLOP/s", 1) if max(row["tflops"] for row in rows) >= 1 else ("GFLOP/s", 1e3)
+
+
+def _case(row):
+    """Workload and shape of a row, as cells of a table."""
+    return row["workload"], f"{row['batch']} x {row['heads']} x {row['length']}"
 
 
 def table(rows, markdown=False):
     """One line a workload and length: our milliseconds, everybody's speed, and that of the tuned plan over that of the others."""
     names = list(dict.fromkeys(row["contestant"] for row in rows))
-    unit, factor = ("TFLOP/s", 1) if max(row["tflops"] for row in rows) >= 1 else ("GFLOP/s", 1e3)
+    unit, factor = _unit(rows)
     best = "tuned" if "tuned" in names else "default"
     cells = [["workload", "batch x heads x length", *(f"{name} ms" for name in names if name in OURS),
               *(f"{name} {unit}" for name in names),
               *(f"{best} / {name}" for name in names if name != best)]]
-    for case in dict.fromkeys((row["workload"], row["batch"], row["heads"], row["length"]) for row in rows):
-        at = {row["contestant"]: row for row in rows if (row["workload"], row["batch"], row["heads"], row["length"]) == case}
-        cells.append([case[0], " x ".join(map(str, case[1:])), *(f"{at[name]['ms']:.3f}" for name in names if name in OURS),
+    for case in dict.fromkeys(map(_case, rows)):
+        at = {row["contestant"]: row for row in rows if _case(row) == case}
+        cells.append([*case, *(f"{at[name]['ms']:.3f}" if name in at else "-" for name in names if name in OURS),
                       *(f"{factor * at[name]['tflops']:.3g}" if name in at else "-" for name in names),
-                      *(f"{at[name]['ms'] / at[best]['ms']:.2f}x" if name in at else "-" for name in names if name != best)])
+                      *(f"{at[name]['ms'] / at[best]['ms']:.2f}x" if {name, best} <= set(at) else "-" for name in names if name != best)])
+    return _drawn(cells, markdown)
+
+
+def peer_table(rows, markdown=False):
+    """One line a contestant, workload and length: its speed, that of ours over it, its shares of the limits, SM clock and power."""
+    unit, factor = _unit(rows)
+    cells = [["workload", "batch x heads x length", "contestant", unit, "ours / this", "of peak", "of exp bound", "MHz", "W"]]
+    for row in rows:
+        cells.append([*_case(row), row["contestant"], f"{factor * row['tflops']:.3g}", f"{row['ours_over_this']:.2f}x",
+                      *("-" if row[share] is None else f"{row[share]:.1%}" for share in ("of_peak", "of_exp_bound")),
+                      *("-" if row[reading] is None else f"{row[reading]:.0f}" for reading in ("mhz", "watts"))])
+    return _drawn(cells, markdown)
+
+
+def limits_told(device, workloads):
+    """A sentence for each head dimension: what the shares in a table of peers are shares of."""
+    sentences = {}
+    for workload in workloads:
+        peak = peak_for(device, workload)
+        if peak:
+            bound = peak.exp_bound_tflops(workload.head_dim, workload.value_dim)
+            sentences[workload.head_dim, workload.value_dim] = (
+                f"d {workload.head_dim}, dv {workload.value_dim}: the peak is {peak.tensor_tflops:.0f} TFLOP/s on {peak.sms} "
+                f"multiprocessors at {peak.boost_ghz} GHz, the exp bound {bound:.0f} TFLOP/s")
+    return list(sentences.values())
+
+
+def _drawn(cells, markdown):
+    """Lines of cells as a table in plain text or in Markdown."""
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [[cell.rjust(width) for cell, width in zip(line, widths)] for line in cells]
     if not markdown:
@@ -135,6 +194,9 @@ def make_parser():
     parser.add_argument("--rounds", type=int, default=8, help="measurements of each contestant; the median counts")
     parser.add_argument("--rest", type=float, default=0.02, help="seconds of rest before each measurement")
     parser.add_argument("--seed", type=options.seed, default=0, help="seed of the data and of the order of turns")
+    parser.add_argument("--peers", action="store_true",
+                        help=f"compare with {', '.join(peer.name for peer in peers.FASTEST)}, as far as they are installed; show shares "
+                             "of the chip's limits, SM clock and power (which a sensor averages: measure for 200 milliseconds or more)")
     parser.add_argument("--json", type=Path, default=None, help="write all figures and circumstances to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser
@@ -153,18 +215,25 @@ def run(args):
         raise cli.UsageError(f"--json must be a file in a folder that exists, found {str(args.json)!r}: correct the path")
     workloads = [options.workload_of(text, device) for text in args.workload]
     cli.echo(**{**vars(args), "command": "bench", "workload": [workload.name for workload in workloads], "target": device.description})
-    rows = []
+    rows, left_out = [], {}
     with tempfile.TemporaryDirectory() as folder:
         for workload, kernels in our_kernels(args, device, workloads, Path(folder)).items():
             for length in args.lengths:
-                rows += compare(args, device, kernels, workload, length)
-    told = circumstances(device)
-    print(table(rows, args.markdown))
+                found, sentences = compare(args, device, kernels, workload, length)
+                rows += found
+                for sentence in sentences:
+                    if sentence not in left_out:
+                        print(sentence, flush=True)
+                    left_out[sentence] = None
+    told = circumstances(device, {row["contestant"] for row in rows})
+    print((peer_table if args.peers else table)(rows, args.markdown), end="\n\n")
+    for sentence in limits_told(device, workloads) if args.peers else ():
+        print(sentence)
     versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
-    print(f"\n{told['device']}{', driver ' + told['driver'] if told['driver'] else ''}, {versions}, {told['date']}; "
+    print(f"{told['device']}{', driver ' + told['driver'] if told['driver'] else ''}, {versions}, {told['date']}; "
           f"medians of {args.rounds} rounds in random order: {told['command']}")
     if args.json:
-        args.json.write_text(json.dumps({**told, "rounds": args.rounds, "rows": rows}, indent=2) + "\n")
+        args.json.write_text(json.dumps({**told, "rounds": args.rounds, "left_out": list(left_out), "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""Other people's attention kernels as rows of data: who they are, what they take and how they are called at their best."""
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Callable
+
+from scripts.contest import Contestant
+from te_defs.workload import DTYPES
+
+#: Largest error of a peer's O beside ours, relative, in the Frobenius norm. Two right bfloat16 answers differ by a sixth of it.
+LARGEST_ERROR = 2e-2
+_HALVES = ("float16", "bfloat16")
+
+
+class LeftOut(RuntimeError):
+    """Why a peer takes no part, as the end of a sentence."""
+
+
+def sdpa(backend=None):
+    """`prepare` of PyTorch's scaled_dot_product_attention on one torch.nn.attention.SDPBackend, or on the one that PyTorch chooses."""
+    def prepare(q, k, v, causal):
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+        q, k, v = _heads_outside(q, k, v)
+
+        # causal is aligned top-left there, which is the same for the equal lengths of a benchmark.
+        @torch.no_grad()
+        def call():
+            return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+        def call_backend():
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                return call()
+        return call if backend is None else call_backend
+    return prepare
+
+
+def flash_attention_4(q, k, v, causal):
+    import torch
+    from flash_attn.cute import flash_attn_func
+    q, k, v = (tensor.contiguous() for tensor in (q, k, v))
+
+    @torch.no_grad()
+    def call():
+        found = flash_attn_func(q, k, v, causal=causal)
+        return found[0] if isinstance(found, tuple) else found  # with or without the LSE, by version
+    return call
+
+
+def flex_attention(q, k, v, causal):
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    q, k, v = _heads_outside(q, k, v)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device=q.device) if causal else None
+    torch.compiler.reset()  # after some shapes of one function PyTorch would stop compiling it
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    @torch.no_grad()
+    def call():
+        return compiled(q, k, v, block_mask=mask).transpose(1, 2)
+    return call
+
+
+def _heads_outside(*tensors):
+    """[B, N, H, D] -> contiguous [B, H, N, D], the layout that PyTorch's functions are documented for."""
+    return (tensor.transpose(1, 2).contiguous() for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One kernel to compare with.
+
+    name          for people
+    prepare       function (q, k, v, causal) of PyTorch tensors [B, N, H, D]; it does once what need not be timed and returns a call without
+                  arguments that returns O [B, N, H, DV]. It raises ImportError where the peer is not installed
+    kinds         kinds of device that it is for
+    dtypes        element types that it takes; what else it cannot do it tells by an exception when it is called first
+    distribution  the package that it is of, where that is not PyTorch
+    """
+
+    name: str
+    prepare: Callable
+    kinds: tuple = ("cuda",)
+    dtypes: tuple = tuple(DTYPES)
+    distribution: str | None = None
+
+
+FLASH_ATTENTION_2 = Peer("FlashAttention-2", sdpa("FLASH_ATTENTION"), dtypes=_HALVES)
+CUDNN = Peer("cuDNN", sdpa("CUDNN_ATTENTION"), dtypes=_HALVES)
+
+#: Who takes part where PyTorch is installed, by kind of device.
+BY_DEFAULT = {"cuda": (FLASH_ATTENTION_2, CUDNN, Peer("efficient", sdpa("EFFICIENT_ATTENTION"))),
+              "cpu": (Peer("PyTorch", sdpa(), kinds=("cpu",)),)}
+#: Who takes part with --peers: the fastest that are known.
+FASTEST = (FLASH_ATTENTION_2, CUDNN,
+           Peer("FlashAttention-4", flash_attention_4, dtypes=_HALVES, distribution="flash-attn-4"),
+           Peer("FlexAttention", flex_attention, kinds=("cuda", "cpu")))
+
+
+def versions(names):
+    """{package: version} of those of the FASTEST that have these names and are not PyTorch's."""
+    found = {}
+    for distribution in (peer.distribution for peer in FASTEST if peer.name in names and peer.distribution):
+        try:
+            found[distribution] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            found[distribution] = "of a source tree"
+    return found
+
+
+def admit(peers, workload, data):
+    """(contestants, sentences): the peers that are installed, take the workload and agree with us, and why each other one is left out.
+
+    data  TorchData whose O holds what our kernel made of its Q, K and V; TvmData where PyTorch is not installed
+    """
+    contestants, sentences = [], []
+    for peer in peers:
+        try:
+            contestants.append(Contestant(peer.name, _proven_call(peer, workload, data)))
+        except ImportError as error:
+            sentences.append(f"{peer.name} is left out: it is not installed ({error})")
+        except LeftOut as reason:
+            sentences.append(f"{peer.name} is left out of {workload.name}: {reason}")
+        except Exception as error:  # each has its own ways to decline
+            told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            sentences.append(f"{peer.name} is left out of {workload.name} at length {data.tensors[0].shape[1]}: {told}")
+    return contestants, sentences
+
+
+def _proven_call(peer, workload, data):
+    """The peer's call, after one whose result was right."""
+    if data.kind not in peer.kinds:
+        raise LeftOut(f"it is for {' and '.join(peer.kinds)}, found {data.kind}")
+    if workload.dtype not in peer.dtypes:
+        raise LeftOut(f"it takes {' and '.join(peer.dtypes)}, found {workload.dtype}")
+    q, k, v, ours, _ = data.tensors
+    call = peer.prepare(q, k, v, workload.mask == "causal")
+    error = relative_error(call(), ours)
+    if not error <= LARGEST_ERROR:
+        raise LeftOut(f"at length {q.shape[1]} its output is off from ours by {error:.2g}, more than {LARGEST_ERROR:g}")
+    return call
+
+
+def relative_error(found, wanted):
+    """Frobenius norm of the difference over that of `wanted`, of two tensors of one shape."""
+    found, wanted = found.float(), wanted.float()
+    return float((found - wanted).norm() / wanted.norm())

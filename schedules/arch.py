@@ -9,6 +9,28 @@ class ArchError(ValueError):
 
 
 @dataclass(frozen=True)
+class Peak:
+    """What a chip's units can do at most.
+
+    tensor_tflops   dense float16 or bfloat16 matrix products with float32 sums, all multiprocessors at boost_ghz
+    boost_ghz       the clock that this figure is for
+    sms             multiprocessors of the chip
+    exp2_per_clock  base-2 exponentials a clock and multiprocessor
+    """
+
+    tensor_tflops: float
+    boost_ghz: float
+    sms: int
+    exp2_per_clock: int
+
+    def exp_bound_tflops(self, head_dim, value_dim):
+        """Speed of attention that spends the exponentials (one a score) and the matrix products one after the other, both at peak."""
+        operations = 2 * (head_dim + value_dim)
+        exp2_per_picosecond = self.exp2_per_clock * self.sms * self.boost_ghz / 1e3
+        return operations / (operations / self.tensor_tflops + 1 / exp2_per_picosecond)
+
+
+@dataclass(frozen=True)
 class CudaArch:
     """One CUDA compute capability.
 
@@ -17,6 +39,7 @@ class CudaArch:
     smem_per_sm_bytes     shared memory of a multiprocessor, which its resident blocks share (each block also pays 1 KiB)
     mma                   whether it has mma.sync m16n8k16 for 16-bit inputs, ldmatrix and cp.async
     mma_tile              (q_tile, kv_tile, warps) of the seed plan by head dimension, for mma
+    peak                  for benchmarks: what the fastest chip of this capability can do; None where it is not written down
     """
 
     name: str
@@ -24,15 +47,35 @@ class CudaArch:
     smem_per_sm_bytes: int
     mma: bool
     mma_tile: tuple = ()
+    multiprocessors: int = 0
+    wgmma: bool = False
+    wgmma_tile: tuple = ()
     kind: str = "cuda"
     threads_per_block: int = 1024
     registers_per_sm: int = 65536
     registers_per_thread: int = 255
     warp_lanes: int = 32
+    peak: Peak | None = None
 
     def __post_init__(self):
         if self.mma and not self.mma_tile:
             raise ArchError(f"{self.name} has mma and must name the tiles of its seed plans in mma_tile, found none: copy a nearby row's")
+
+    @property
+    def capability(self):
+        """Compute capability (major, minor) that it is named for."""
+        number = self.name.removeprefix("sm_").removesuffix("a")
+        return int(number[:-1]), int(number[-1])
+
+    @property
+    def exact(self):
+        """Whether its device code runs on that compute capability alone: instructions that only one chip has."""
+        return self.name.endswith("a")
+
+    def serves(self, capability):
+        """Whether its device code runs on a GPU of a compute capability (major, minor): on its own and, unless exact, on later minors."""
+        major, minor = self.capability
+        return capability == (major, minor) if self.exact else capability[0] == major and capability[1] >= minor
 
     def target(self):
         """TVM target with the true limits; TVM itself would refuse blocks above the 48 KiB of its tags."""
@@ -62,6 +105,14 @@ _AMPERE_TILES = {64: (128, 112, 4), 128: (128, 64, 4)}
 _ADA_TILES = {64: (128, 96, 4), 128: (128, 32, 4)}
 _HOPPER_TILES = {64: (128, 96, 4), 128: (128, 64, 4)}
 
+#: (q_tile, kv_tile) of wgmma's seed plans by head dimension and mask, from FlashAttention-3's table.
+_WGMMA_TILES = {(64, "full"): (192, 128), (64, "causal"): (192, 128), (96, "full"): (192, 128), (96, "causal"): (192, 128),
+                (128, "full"): (128, 176), (128, "causal"): (128, 128), (192, "full"): (128, 112), (192, "causal"): (128, 112),
+                (256, "full"): (128, 80), (256, "causal"): (128, 80)}
+
+#: NVIDIA's data sheets of the H100 and H200 (SXM); exponentials from the CUDA programming guide, table of arithmetic throughput.
+_HOPPER_PEAK = Peak(tensor_tflops=989, boost_ghz=1.83, sms=132, exp2_per_clock=16)
+
 #: Shared memory from the CUDA programming guide, table "technical specifications per compute capability".
 CUDA_ARCHS = {arch.name: arch for arch in (
     CudaArch("sm_75", 64 * _KIB, 64 * _KIB, mma=False),
@@ -70,7 +121,7 @@ CUDA_ARCHS = {arch.name: arch for arch in (
     CudaArch("sm_87", 163 * _KIB, 164 * _KIB, mma=True, mma_tile=_AMPERE_TILES),
     CudaArch("sm_89", 99 * _KIB, 100 * _KIB, mma=True, mma_tile=_ADA_TILES),
     CudaArch("sm_90", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES),
-    CudaArch("sm_90a", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES),
+    CudaArch("sm_90a", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES, multiprocessors=132, wgmma=True, wgmma_tile=_WGMMA_TILES, peak=_HOPPER_PEAK),
     CudaArch("sm_100a", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES),
     CudaArch("sm_120", 99 * _KIB, 100 * _KIB, mma=True, mma_tile=_ADA_TILES),
 )}

@@ -2,9 +2,15 @@
 import tvm
 from tvm import s_tir
 
-#: Symbols of the TVM functions inside an artefact; the checked entry `flash_attention_forward` calls one of them by the sign of scale.
+#: Symbols of a kernel's TVM functions; the checked entry `flash_attention_forward` of an artefact calls one of them by the sign of scale.
 KERNEL = "attention_forward"
 NEGATIVE_SCALE_KERNEL = "attention_forward_negative_scale"
+
+
+def kernel_names(place=1):
+    """(KERNEL, NEGATIVE_SCALE_KERNEL) as they are called for the kernel in this place of an artefact; the first place changes nothing."""
+    suffix = "" if place == 1 else f"_variant{place}"
+    return KERNEL + suffix, NEGATIVE_SCALE_KERNEL + suffix
 
 
 def schedule(family, workload, plan, stages=None, negative_scale=False):
@@ -20,19 +26,21 @@ def staged(sch, family, plan, stages=None):
     return sch
 
 
-def build(mod, family, arch, negative_scale_mod=None):
+def build(mod, family, arch, negative_scale_mod=None, place=1):
     """Lower a scheduled module by the family's pipeline and compile it for `arch`.
 
     Its function is called KERNEL in the result, and that of `negative_scale_mod`, the twin for scales below zero that an artefact
-    needs, NEGATIVE_SCALE_KERNEL. For CUDA a compiler must be installed around the call (schedules.lowering.cuda_compile).
+    needs, NEGATIVE_SCALE_KERNEL; `kernel_names` says what they are in other places than the first. For CUDA a compiler must be installed
+    around the call (schedules.lowering.cuda_compile).
     """
-    functions = {KERNEL: mod} if negative_scale_mod is None else {KERNEL: mod, NEGATIVE_SCALE_KERNEL: negative_scale_mod}
-    joined = tvm.IRModule({name: part["main"].with_attr("global_symbol", name) for name, part in functions.items()})
+    parts = [mod] if negative_scale_mod is None else [mod, negative_scale_mod]
+    joined = tvm.IRModule({name: part["main"].with_attr("global_symbol", name) for name, part in zip(kernel_names(place), parts)})
     target = arch.target()
     with target, tvm.transform.PassContext(config=family.CONFIG):
         return tvm.tirx.build(joined, target=target, pipeline=family.PIPELINE)
 
 
-def build_plan(family, workload, plan, arch):
-    """What an artefact holds of a plan: the kernel and its twin for scales below zero, as a runtime module."""
-    return build(schedule(family, workload, plan).mod, family, arch, schedule(family, workload, plan, negative_scale=True).mod)
+def build_plan(family, workload, plan, arch, place=1):
+    """What an artefact holds of a plan in this place: the kernel and its twin for scales below zero, as a runtime module."""
+    kernel, twin = (schedule(family, workload, plan, negative_scale=negative).mod for negative in (False, True))
+    return build(kernel, family, arch, twin, place)

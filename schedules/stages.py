@@ -1,5 +1,6 @@
 """What several families' stages share: finding loops and reads by name, fragments of a warp."""
 from schedules.intrinsics.mma import LANES
+from schedules.lowering import wide_stores
 
 
 def loops_of(sch, block, last=None):
@@ -46,6 +47,23 @@ def own_fragment(sch, block, warps, vectorize=None):
         outer, inner = sch.split(pair, factors=[None, vectorize])
         sch.unroll(outer)
         sch.vectorize(inner)
+
+
+def own_wide_rows(sch, block, warps):
+    """Let every lane store whole blocks of eight columns of a matrix [rows, columns] that is held in accumulators (lowering.wide_stores).
+
+    Loop nest of the block::
+
+        warp @threadIdx.y, lane @threadIdx.x, unrolled 16-row step, row half, group of four blocks, block, column pair
+    """
+    i, j = loops_of(sch, block, 2)
+    warp, step, half, row = split_fragment_rows(sch, i, warps)
+    group, eight, quad, pair = sch.split(j, factors=[None, wide_stores.QUAD, 4, 2])
+    sch.reorder(warp, row, quad, step, half, group, eight, pair)
+    sch.bind(warp, "threadIdx.y")
+    sch.bind(sch.fuse(row, quad), "threadIdx.x")
+    unroll_all(sch, (step, half, group, eight, pair))
+    sch.annotate(eight, wide_stores.WIDE_STORE, 1)
 
 
 def own_statistics(sch, block, warps):

@@ -2,14 +2,35 @@
 
     python -m scripts.export --workload d128_f16_causal --output build/attention.so
 
-The .so needs TVM's runtime and no compiler; `scripts.run` shows how it is called.
+The .so needs TVM's runtime and no compiler; `scripts.run` shows how it is called. With --also it holds a kernel for each of several GPU
+generations and takes, call by call, the first that can serve.
 """
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from schedules.arch import cuda_arch
+from schedules.artefact.variant import limits_of
+from schedules.plan import Plan
 from scripts import cli, options
 from scripts.kernels import build_kernel, write_artefact
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a variant is built from: family, plan, the row of schedules.arch that it is lowered for, the names of the architectures that
+    get device code (none on a CPU), and figures for the manifest or None."""
+
+    family: object
+    plan: Plan
+    arch: object
+    archs: tuple
+    measured: dict | None
+
+    def serves(self, arch, limits):
+        """Whether it runs on the GPUs that an architecture is named for, with limits as wide as these."""
+        (most, alignment), (wanted_most, wanted_alignment) = limits_of(self.family, self.arch.kind), limits
+        return most >= wanted_most and alignment <= wanted_alignment and any(cuda_arch(name).serves(arch.capability) for name in self.archs)
 
 
 def make_parser():
@@ -18,42 +39,71 @@ def make_parser():
     options.add_plan(parser)
     parser.add_argument("--archs", nargs="*", default=[], metavar="SM",
                         help="further CUDA architectures for the same fatbin, such as sm_89 sm_90a; --target names the least one")
+    parser.add_argument("--also", action="append", nargs="+", default=[], metavar="SM",
+                        help="a further variant for calls that those before it cannot serve, such as sm_80 sm_89: lowered for the first of "
+                             "these architectures, tuned where a log is for that, else with the default plan; can be repeated")
     parser.add_argument("--output", type=Path, default=None, help="the .so to write; None: build/<device>/<workload>.so")
     parser.add_argument("--seed", type=options.seed, default=0, help="seed of the check cases")
     return parser
 
 
-def check_archs(archs, family, workload):
-    """UsageError where one fatbin cannot serve all architectures: code is lowered for the first, which the others must be able to run."""
-    for name in archs[1:]:
-        reason = family.decline(workload, cuda_arch(name))
+def check_archs(choice, workload, option, least):
+    """UsageError where one fatbin cannot serve all architectures: code is lowered for the first, which the others must be able to run.
+
+    option, least  how the user named the architectures, and the first of them
+    """
+    for name in choice.archs[1:]:
+        reason = choice.family.decline(workload, cuda_arch(name))
         if reason is not None:
-            raise cli.UsageError(f"--archs must be served by {family.NAME}, found that it declines {name} ({reason}): leave it out")
-        if _number(name) < _number(archs[0]):
-            raise cli.UsageError(f"--target must be the least of all architectures, found {archs[0]} and {name}: exchange them")
+            raise cli.UsageError(f"{option} must be served by {choice.family.NAME}, found that it declines {name} ({reason}): "
+                                 "leave it out")
+        if cuda_arch(name).capability < choice.arch.capability:
+            raise cli.UsageError(f"{least} must be the least of all architectures, found {choice.arch.name} and {name}: exchange them")
 
 
-def _number(arch):
-    return int("".join(filter(str.isdigit, arch)))
+def check_order(choices):
+    """UsageError where device code of a variant would never be chosen, since variants before it serve the same GPUs and calls."""
+    for number, choice in enumerate(choices):
+        for arch in map(cuda_arch, choice.archs):
+            first = next((it for it in choices[:number] if it.serves(arch, limits_of(choice.family, choice.arch.kind))), None)
+            if first is not None:
+                raise cli.UsageError(f"--also must add what the variants before it cannot serve, found that {first.family.NAME} for "
+                                     f"{first.arch.name} serves {arch.name} too: name {arch.name} before it, or leave it out")
+
+
+def chosen(args, device, workload):
+    """Choices of --target and of each --also, best first."""
+    family, plan, measured = options.chosen_plan(args, device, workload)
+    archs = (device.arch.name, *(cuda_arch(name).name for name in args.archs)) if device.kind == "cuda" else ()
+    choices = [Choice(family, plan, device.arch, archs, measured)]
+    check_archs(choices[0], workload, "--archs", "--target")
+    for names in args.also:
+        arch, *_ = rows = [cuda_arch(name) for name in names]
+        family, plan, measured = options.further_plan(args, workload, arch)
+        choices.append(Choice(family, plan, arch, tuple(row.name for row in rows), measured))
+        check_archs(choices[-1], workload, "--also", "the first of --also")
+    check_order(choices)
+    return choices
 
 
 def run(args):
     device = cli.find_device(args.target)
     workload = options.workload_of(args.workload, device)
-    if args.archs and device.kind == "cpu":
-        raise cli.UsageError(f"--archs are for a CUDA target, found target {device.arch.name}: leave them out")
-    archs = (device.arch.name, *(cuda_arch(name).name for name in args.archs)) if device.kind == "cuda" else ()
+    for option, given in (("--archs are", args.archs), ("--also is", args.also)):
+        if given and device.kind == "cpu":
+            raise cli.UsageError(f"{option} for a CUDA target, found target {device.arch.name}: leave them out")
     if args.output is not None and (args.output.suffix != ".so" or args.output.is_dir()):
         raise cli.UsageError(f"--output must be a file that ends in .so, found {str(args.output)!r}: name one")
     output = args.output or Path("build", device.slug or device.arch.name, f"{workload.name}.so")
-    family, plan, measured = options.chosen_plan(args, device, workload)
-    check_archs(archs, family, workload)
-    cli.echo(command="export", device=device.description, workload=workload.name, family=family.NAME, plan=str(plan), archs=archs,
+    first, *further = choices = chosen(args, device, workload)
+    cli.echo(command="export", device=device.description, workload=workload.name, family=first.family.NAME, plan=str(first.plan),
+             archs=first.archs, also=[{"family": it.family.NAME, "plan": str(it.plan), "archs": it.archs,
+                                       "tuned_on": it.measured and it.measured["device"]} for it in further],
              output=output, seed=args.seed)
-    kernel = build_kernel(family, workload, plan, device.arch, archs)
-    for line in kernel.figures():
+    kernels = [build_kernel(it.family, workload, it.plan, it.arch, it.archs, it.measured, place) for place, it in enumerate(choices, 1)]
+    for line in [line for kernel in kernels for line in kernel.figures()]:
         print(line)
-    for path in write_artefact(kernel, family, workload, plan, device.arch, output, measured, args.seed):
+    for path in write_artefact(kernels, workload, output, args.seed):
         print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")
 
 

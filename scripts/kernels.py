@@ -4,12 +4,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import tvm
-
 from schedules import build, registry
 from schedules.artefact.cases import check_cases
 from schedules.artefact.export import export_artefact
 from schedules.artefact.manifest import describe
+from schedules.artefact.variant import Variant, variant_of
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.lowering.toolkit import find_toolkit, preload
 
@@ -21,20 +20,18 @@ STUB_DRIVER = Path(__file__).parent.parent / "build" / "stub"
 class Kernel:
     """A built plan.
 
-    module    runtime module of schedules.build.build_plan
-    compiled  CompiledKernels with registers and spills; none on a CPU
-    toolkit   Toolkit that compiled it; None on a CPU
+    variant  its runtime module, with registers, spills and what it can serve
+    toolkit  Toolkit that compiled it; None on a CPU
     """
 
-    module: tvm.runtime.Module
-    compiled: tuple
+    variant: Variant
     toolkit: object
 
     def figures(self):
         """One line a kernel and architecture: registers per thread, spills, static shared memory."""
         return [f"{entry.kernel} on {entry.arch}: {entry.registers} registers, {entry.spill_store_bytes} bytes of spills, "
                 f"{entry.static_smem_bytes} bytes of static shared memory"
-                for kernel in self.compiled for entry in kernel.resources]
+                for kernel in self.variant.kernels for entry in kernel.resources]
 
 
 def cuda_toolkit(arch):
@@ -46,30 +43,28 @@ def cuda_toolkit(arch):
     return toolkit
 
 
-def build_kernel(family, workload, plan, arch, archs=()):
+def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1):
     """Kernel of a plan, lowered for `arch`; with `archs`, device code of all these in one fatbin.
 
+    measured  figures for the manifest, with where they come from
+    place     among the variants of its artefact, counted from 1
     Raises ToolkitError where CUDA is wanted and nvcc is missing, CompileError where nvcc refuses the code.
     """
     toolkit, compiler = cuda_toolkit(arch), nullcontext()
     if toolkit is not None:
         compiler = cuda_compiler(toolkit, archs or (arch.name,), CudaOptions(**family.compiler_options(plan)))
     with compiler as log:
-        module = build.build_plan(family, workload, plan, arch)
-    return Kernel(getattr(module, "mod", module), tuple(log.kernels) if log else (), toolkit)
+        module = build.build_plan(family, workload, plan, arch, place)
+    return Kernel(variant_of(module, family, arch, plan, log.kernels if log else (), measured), toolkit)
 
 
-def write_artefact(kernel, family, workload, plan, arch, path, measured=None, seed=0):
-    """Write a Kernel as an artefact; paths of the .so and of its check cases.
-
-    measured  figures for the manifest, with where they come from
-    seed      seed of the check cases
-    """
-    manifest = describe(workload, arch, family.NAME, plan, kernel.compiled, kernel.toolkit, measured)
-    return export_artefact(kernel.module, workload, path, manifest, check_cases(workload, seed))
+def write_artefact(kernels, workload, path, seed=0):
+    """Write Kernels as one artefact that chooses among them, best first; paths of the .so and of its check cases, drawn from `seed`."""
+    variants = [kernel.variant for kernel in kernels]
+    return export_artefact(variants, workload, path, describe(workload, variants, kernels[0].toolkit), check_cases(workload, seed))
 
 
 def build_artefact(family_name, workload, plan, arch, path):
     """Build a plan and write it as an artefact; the path of the .so. Takes and returns what another process can be sent."""
     family = registry.family_named(family_name)
-    return write_artefact(build_kernel(family, workload, plan, arch), family, workload, plan, arch, path)[0]
+    return write_artefact([build_kernel(family, workload, plan, arch)], workload, path)[0]

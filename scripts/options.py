@@ -3,7 +3,7 @@ import argparse
 from dataclasses import asdict
 
 from schedules import registry
-from schedules.tuning.records import best_record
+from schedules.tuning.records import ForeignLog, NoRecord, best_record
 from scripts import cli
 
 #: What `--workload auto` means: the commonest case of a GPU, and the one that a CPU is good at.
@@ -57,7 +57,11 @@ def tuned_plan(args, device, workload):
     slug = getattr(args, "gpu", None) or device.slug
     if slug is None:
         raise cli.UsageError(f"a tuned plan belongs to a device, found {device.description}: name one with --gpu, or use --plan default")
-    record = best_record(cli.log_folder(args.logs), slug, workload, device.arch)
+    return _plan_on_record(args, slug, workload, device.arch)
+
+
+def _plan_on_record(args, slug, workload, arch):
+    record = best_record(cli.log_folder(args.logs), slug, workload, arch)
     figures = {"seconds": record.seconds, "shape": asdict(record.shape), "device": slug}
     return registry.family_named(record.family), record.plan, figures
 
@@ -73,6 +77,22 @@ def default_plan(args, device, workload):
         raise registry.NoSchedule(f"{family.NAME} does not take {workload.name} on {device.arch.name}: "
                                   f"{family.decline(workload, device.arch)}")
     return family, family.default_plan(workload, device.arch)
+
+
+def further_plan(args, workload, arch):
+    """(family, plan, figures or None) of an architecture besides the target.
+
+    With --plan best the tuned plan of the first device, by name, that has a log for it; else the seed of the first family that takes the
+    workload.
+    """
+    folders = sorted(cli.log_folder(args.logs).glob(f"*/{workload.name}")) if args.plan == "best" else ()
+    for folder in folders:
+        try:
+            return _plan_on_record(args, folder.parent.name, workload, arch)
+        except (ForeignLog, NoRecord):
+            continue
+    family = registry.takers(workload, arch)[0]
+    return family, family.default_plan(workload, arch), None
 
 
 def chosen_plan(args, device, workload):

@@ -23,6 +23,8 @@ import tvm  # noqa: E402
 
 DONE, FAILED = 0, 1
 FORWARD, MANIFEST = "flash_attention_forward", "flash_attention_manifest"
+#: Of the manifests that this file reads.
+SCHEMA = 2
 
 
 class RunError(Exception):
@@ -157,16 +159,23 @@ def run(args):
     if not module.implements_function(MANIFEST):
         raise RunError(f"an artefact has a function {MANIFEST}, found none in {args.artefact}: name what scripts.export wrote")
     manifest = json.loads(module[MANIFEST]())
-    workload, target = manifest["workload"], manifest["target"]
-    plan = " ".join(f"{name}={value}" for name, value in manifest["plan"].items())
-    print(f"{args.artefact}: {workload['name']} for {target['lowered_for']}, family {manifest['family']}, {plan}")
-    device = tvm.runtime.device(target["kind"], 0)
+    if manifest["schema"] != SCHEMA:
+        raise RunError(f"a manifest of schema {SCHEMA} is wanted, found {manifest['schema']} in {args.artefact}: export again")
+    workload, kind = manifest["workload"], manifest["variants"][0]["target"]["kind"]
+    for variant in manifest["variants"]:
+        target, plan = variant["target"], " ".join(f"{name}={value}" for name, value in variant["plan"].items())
+        code = f" ({' '.join(target['archs'])})" if target["archs"] else ""
+        print(f"{args.artefact}: {workload['name']} for {target['lowered_for']}{code}, family {variant['family']}, {plan}")
+    device = tvm.runtime.device(kind, 0)
     if not device.exist:
-        raise RunError(f"the artefact needs a {target['kind']} device, found none: run it where there is one")
+        raise RunError(f"the artefact needs a {kind} device, found none: run it where there is one")
     index, arrays = read_cases(args.check, workload["name"])
     wrong = 0
     for case in index["cases"]:
-        error, complaint = check(module[FORWARD], case, arrays, index["dtype"], device)
+        try:
+            error, complaint = check(module[FORWARD], case, arrays, index["dtype"], device)
+        except ValueError as refusal:
+            raise RunError(f"the artefact refuses check case {case['name']}: {refusal}") from refusal
         wrong += complaint is not None
         print(f"  {case['name']:<16} error {error:.2e} of {case['out_tolerance']:.2e}  {complaint or 'ok'}")
     print(f"{len(index['cases']) - wrong} of {len(index['cases'])} check cases passed")

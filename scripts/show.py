@@ -101,7 +101,8 @@ def show_tir(it):
 
 def show_source(it):
     """What the code generator makes of it: CUDA C++ for a GPU, assembly for a CPU."""
-    yield it.kernel.module.inspect_source("asm") if it.arch.kind == "cpu" else it.kernel.module.imports[0].inspect_source()
+    module = it.kernel.variant.module
+    yield module.inspect_source("asm") if it.arch.kind == "cpu" else module.imports[0].inspect_source()
 
 
 def show_resources(it):
@@ -111,7 +112,7 @@ def show_resources(it):
         return
     yield str(it.kernel.toolkit)
     yield from it.kernel.figures()
-    yield from (warning for compiled in it.kernel.compiled for warning in compiled.warnings)
+    yield from (warning for compiled in it.kernel.variant.kernels for warning in compiled.warnings)
 
 
 #: Schedules that are no family: their nests can be shown, and a test runs them on llvm, but nothing exports them.

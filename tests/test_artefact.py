@@ -1,7 +1,6 @@
 """From a built module to files that ship: the checked entry, the manifest, the check cases, and loading without a compiler.
 
-The kernel of most tests is a stand-in with the right signature: out = scale * q and lse = number of keys, so that whatever the entry lets
-through can be seen. No GPU is needed.
+The kernel of most tests is the stand-in of tests/stand_in_kernel.py. No GPU is needed.
 """
 import json
 import os
@@ -15,10 +14,8 @@ import pytest
 import tvm
 import tvm_ffi
 from numpy.lib.stride_tricks import as_strided as strided
-from tvm import s_tir
-from tvm.script import tirx as T
 
-from schedules.arch import cpu_arch, cuda_arch
+from schedules.arch import cuda_arch
 from schedules.artefact import export
 from schedules.artefact.cases import CHECK_SHAPES, check_cases, write_cases
 from schedules.artefact.export import ExportError, export_artefact, read_manifest
@@ -26,9 +23,9 @@ from schedules.artefact.manifest import describe
 from schedules.build import KERNEL, NEGATIVE_SCALE_KERNEL
 from schedules.lowering.cuda_compile import cuda_compiler
 from schedules.lowering.toolkit import ToolkitError, driver_version, find_toolkit, preload
-from schedules.plan import Plan
 from te_defs.naive import naive_attention
 from te_defs.workload import Workload
+from tests.stand_in_kernel import on_cpu, on_cuda, stand_in, variant
 
 ROOT = Path(__file__).parent.parent
 WORKLOAD = Workload(16, 8, "float32")
@@ -36,52 +33,11 @@ B, N, H, M, G = 3, 5, 4, 7, 2
 SHAPES = {"q": (B, N, H, 16), "k": (B, M, G, 16), "v": (B, M, G, 8), "out": (B, N, H, 8), "lse": (B, H, N)}
 
 
-def stand_in(workload, negative_scale=False):
-    """PrimFunc (q, k, v, out, lse, scale): out = scale * q, as many channels as v has, and lse = M, or -M in the twin."""
-    D, DV, dtype = workload.head_dim, workload.value_dim, workload.dtype
-
-    @T.prim_func(s_tir=True)
-    def kernel(q: T.handle, k: T.handle, v: T.handle, out: T.handle, lse: T.handle, scale: T.float32):
-        B, N, H, G, M = T.int32(), T.int32(), T.int32(), T.int32(), T.int32()
-        Q = T.match_buffer(q, (B, N, H, D), dtype, align=4)
-        K = T.match_buffer(k, (B, M, G, D), dtype, align=4)  # noqa: F841, checked by the generated code
-        V = T.match_buffer(v, (B, M, G, DV), dtype, align=4)  # noqa: F841
-        O = T.match_buffer(out, (B, N, H, DV), dtype, align=4)
-        LSE = T.match_buffer(lse, (B, H, N), "float32", align=4)
-        for b, i, h, c in T.grid(B, N, H, DV):
-            with T.sblock("O"):
-                vb, vi, vh, vc = T.axis.remap("SSSS", [b, i, h, c])
-                O[vb, vi, vh, vc] = T.Cast(dtype, T.Cast("float32", Q[vb, vi, vh, vc]) * scale)
-        for b, h, i in T.grid(B, H, N):
-            with T.sblock("LSE"):
-                vb, vh, vi = T.axis.remap("SSS", [b, h, i])
-                LSE[vb, vh, vi] = T.Cast("float32", -M if negative_scale else M)
-    return kernel
-
-
-def named(workload):
-    """A module with the stand-in and its twin as `schedules.build` names them."""
-    functions = {KERNEL: stand_in(workload), NEGATIVE_SCALE_KERNEL: stand_in(workload, negative_scale=True)}
-    return tvm.IRModule({name: func.with_attr("global_symbol", name) for name, func in functions.items()})
-
-
-def on_cuda(workload):
-    """The stand-ins with each of their two blocks on a grid of its own."""
-    schedule = s_tir.Schedule(named(workload))
-    for name in (KERNEL, NEGATIVE_SCALE_KERNEL):
-        schedule.work_on(name)
-        for block in ("O", "LSE"):
-            blocks, threads = schedule.split(schedule.fuse(*schedule.get_loops(schedule.get_sblock(block))), [None, 128])
-            schedule.bind(blocks, "blockIdx.x")
-            schedule.bind(threads, "threadIdx.x")
-    return schedule.mod
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """Path of a stand-in's artefact on the CPU."""
     path = tmp_path_factory.mktemp("artefact") / "stand_in.so"
-    return export_artefact(tvm.compile(named(WORKLOAD), "llvm"), WORKLOAD, path, {"note": "stand-in"}, ())[0]
+    return export_artefact([on_cpu(WORKLOAD)], WORKLOAD, path, {"note": "stand-in"}, ())[0]
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +178,7 @@ class TestRefused:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_each_type_is_taken_and_others_are_named(tmp_path, dtype):
     workload = replace(WORKLOAD, dtype=dtype)
-    path, _ = export_artefact(tvm.compile(named(workload), "llvm"), workload, tmp_path / "typed.so", {}, ())
+    path, _ = export_artefact([on_cpu(workload)], workload, tmp_path / "typed.so", {}, ())
     forward = tvm_ffi.load_module(str(path)).flash_attention_forward
     arguments = [tvm.runtime.empty(shape, "float32" if name == "lse" else dtype) for name, shape in SHAPES.items()]
     forward(*arguments, 1.0)
@@ -233,18 +189,19 @@ def test_each_type_is_taken_and_others_are_named(tmp_path, dtype):
 
 class TestExport:
     def test_manifest_comes_back(self, tmp_path):
-        plan = Plan(64, 32)
-        manifest = describe(WORKLOAD, cpu_arch("znver4", 512, 2), "cpu", plan, measured={"note": 'quotes " \\ and ünïcode\n'})
-        path, _ = export_artefact(tvm.compile(named(WORKLOAD), "llvm"), WORKLOAD, tmp_path / "m.so", manifest, ())
+        variants = [replace(on_cpu(WORKLOAD), measured={"note": 'quotes " \\ and ünïcode\n'})]
+        manifest = describe(WORKLOAD, variants)
+        path, _ = export_artefact(variants, WORKLOAD, tmp_path / "m.so", manifest, ())
         found = read_manifest(path)
-        assert found == json.loads(json.dumps(manifest))
-        assert found["workload"]["name"] == WORKLOAD.name and found["plan"] == {"q_tile": 64, "kv_tile": 32}
-        assert found["target"] == {"kind": "cpu", "lowered_for": "znver4", "archs": []}
+        assert found == json.loads(json.dumps(manifest)) and found["schema"] == 2
+        assert found["workload"]["name"] == WORKLOAD.name and found["variants"][0]["plan"] == {"q_tile": 64, "kv_tile": 32}
+        assert found["variants"][0]["target"] == {"kind": "cpu", "lowered_for": "znver4", "archs": []}
+        assert (found["variants"][0]["max_elements"], found["variants"][0]["alignment"]) == (2**31 - 1, 4)
 
     def test_function_of_another_name(self, tmp_path):
         module = tvm.compile(stand_in(WORKLOAD).with_attr("global_symbol", "other"), "llvm")
         with pytest.raises(ExportError, match=f"with a function {KERNEL} is needed"):
-            export_artefact(module, WORKLOAD, tmp_path / "x.so", {}, ())
+            export_artefact([variant(module)], WORKLOAD, tmp_path / "x.so", {}, ())
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("step", ["compile_entry", "read_manifest", "write_cases"])
@@ -257,14 +214,14 @@ class TestExport:
             raise ToolkitError("made to fail")
         monkeypatch.setattr(export, step, fail)
         with pytest.raises(ToolkitError, match="made to fail"):
-            export_artefact(tvm.compile(named(WORKLOAD), "llvm"), WORKLOAD, path, {}, ())
+            export_artefact([on_cpu(WORKLOAD)], WORKLOAD, path, {}, ())
         assert (path.read_text(), cases.read_text()) == ("old artefact", "old cases")
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kept.check.npz", "kept.so"]
 
     def test_a_linker_that_fails_is_named(self, tmp_path, monkeypatch):
         monkeypatch.setattr(export, "compile_entry", lambda *_: tmp_path / "missing.o")
         with pytest.raises(ToolkitError, match=r"failed: .*missing\.o"):
-            export_artefact(tvm.compile(named(WORKLOAD), "llvm"), WORKLOAD, tmp_path / "x.so", {}, ())
+            export_artefact([on_cpu(WORKLOAD)], WORKLOAD, tmp_path / "x.so", {}, ())
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +295,7 @@ def test_runs_where_no_compiler_is(tmp_path):
     workload = Workload(32, 16, "float16", "causal")
     functions = {name: naive_attention(workload).with_attr("global_symbol", name) for name in (KERNEL, NEGATIVE_SCALE_KERNEL)}
     module = tvm.compile(tvm.IRModule(functions), "llvm")
-    files = export_artefact(module, workload, tmp_path / "naive.so", {"kind": "test"}, check_cases(workload))
+    files = export_artefact([variant(module)], workload, tmp_path / "naive.so", {"kind": "test"}, check_cases(workload))
     done = in_fresh_process(RUNTIME_ONLY, *files, TVM_USE_RUNTIME_LIB="1", PYTHONSAFEPATH="1", PYTHONPATH="")
     assert done.returncode == 0, done.stderr
     wrong, refusal, ours, compiler, manifest = json.loads(done.stdout)
@@ -362,8 +319,8 @@ def built(tmp_path_factory):
     arch = cuda_arch("sm_80")
     with cuda_compiler(toolkit, ("sm_80", "sm_90a")) as log:
         module = tvm.tirx.build(on_cuda(CUDA_WORKLOAD), arch.target())
-    manifest = describe(CUDA_WORKLOAD, arch, "stand-in", Plan(1, 1), log.kernels, toolkit)
-    return export_artefact(module, CUDA_WORKLOAD, folder / "cuda.so", manifest, ())[0], log
+    variants = [variant(module, arch, log.kernels)]
+    return export_artefact(variants, CUDA_WORKLOAD, folder / "cuda.so", describe(CUDA_WORKLOAD, variants, toolkit), ())[0], log
 
 
 class TestCuda:
@@ -374,12 +331,12 @@ class TestCuda:
         assert b"__global__" not in content and b"#include" not in content
 
     def test_manifest_tells_what_the_kernels_take(self, built):
-        found = read_manifest(built[0])
+        versions, found = read_manifest(built[0])["versions"], read_manifest(built[0])["variants"][0]
         assert found["target"] == {"kind": "cuda", "lowered_for": "sm_80", "archs": ["sm_80", "sm_90a"]}
         kernels = sorted((entry["arch"], entry["kernel"]) for entry in found["kernels"])
         names = [f"{name}_kernel{number}" for name in (KERNEL, NEGATIVE_SCALE_KERNEL) for number in ("", "_1")]
         assert kernels == sorted((arch, name) for arch in ("sm_80", "sm_90a") for name in names)
-        assert all(entry["registers"] > 0 for entry in found["kernels"]) and found["versions"]["nvcc"].startswith("13.")
+        assert all(entry["registers"] > 0 for entry in found["kernels"]) and versions["nvcc"].startswith("13.")
 
     def test_tensors_of_another_device_are_refused(self, built):
         forward = tvm_ffi.load_module(str(built[0])).flash_attention_forward
@@ -392,8 +349,9 @@ class TestCuda:
         if driver_version() is not None:
             pytest.skip("with an NVIDIA driver TVM loads its CUDA runtime by itself")
         code = ("from tests.test_artefact import *\n"
-                "module = tvm.tirx.build(on_cuda(CUDA_WORKLOAD), cuda_arch('sm_80').target())\n"
-                "export_artefact(module, CUDA_WORKLOAD, sys.argv[1], {}, ())")
+                "arch = cuda_arch('sm_80')\n"
+                "module = variant(tvm.tirx.build(on_cuda(CUDA_WORKLOAD), arch.target()), arch)\n"
+                "export_artefact([module], CUDA_WORKLOAD, sys.argv[1], {}, ())")
         done = in_fresh_process(code, tmp_path / "x.so", PYTHONPATH=str(ROOT))
         assert "ExportError: the module carries cuda source and no device code: call toolkit.preload before it is built" in done.stderr
         assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import tvm_ffi
 
 from schedules.arch import arch_of_capability
 from schedules.artefact.export import export_artefact
+from schedules.artefact.variant import variant_of
 from schedules.build import build_plan
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.registry import FAMILIES
@@ -36,10 +37,10 @@ def forward(toolkit, arch, tmp_path_factory):
         key = family.NAME, workload
         if key not in known:
             plan = family.default_plan(workload, arch)
-            with cuda_compiler(toolkit, (arch.name,), CudaOptions(**family.compiler_options(plan))):
+            with cuda_compiler(toolkit, (arch.name,), CudaOptions(**family.compiler_options(plan))) as log:
                 module = build_plan(family, workload, plan, arch)
             path = tmp_path_factory.mktemp("gpu") / f"{family.NAME}_{workload.name}.so"
-            export_artefact(module, workload, path, {}, ())
+            export_artefact([variant_of(module, family, arch, plan, log.kernels)], workload, path, {}, ())
             known[key] = tvm_ffi.load_module(str(path))
         return known[key].flash_attention_forward
     return make

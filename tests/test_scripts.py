@@ -8,17 +8,21 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from schedules import build
+from schedules.arch import cuda_arch
+from schedules.artefact.export import read_manifest
 from schedules.lowering import toolkit
 from schedules.lowering.toolkit import driver_version
 from schedules.nest import excerpt, loop_nest
 from schedules.registry import FAMILIES, family_named
-from scripts import bench, cli, contest, options
+from scripts import bench, cli, options
 from scripts.kernels import build_artefact
 from te_defs.workload import Workload
 
@@ -62,6 +66,11 @@ class TestRefused:
         ("export", ["--target", "cpu", "--output", "tests"], "--output must be a file that ends in .so, found 'tests'"),
         ("export", ["--target", "sm_80", "--plan", "default", "--archs", "sm_75"], "--archs must be served by mma, found that it declines"),
         ("export", ["--target", "sm_89", "--plan", "default", "--archs", "sm_80"], "--target must be the least of all architectures"),
+        ("export", ["--target", "cpu", "--also", "sm_80"], "--also is for a CUDA target, found target "),
+        ("export", ["--target", "sm_90a", "--plan", "default", "--also", "sm_80", "sm_75"], "--also must be served by mma, found that it"),
+        ("export", ["--target", "sm_90a", "--plan", "default", "--also", "sm_89", "sm_80"], "the first of --also must be the least of all"),
+        ("export", ["--target", "sm_80", "--plan", "default", "--also", "sm_89"],
+         "--also must add what the variants before it cannot serve, found that mma for sm_80 serves sm_89 too: name sm_89 before it, or"),
         ("show", ["--target", "cpu", "--family", "zz"], "--family is one of mma, simt, simt_te, cpu, found 'zz'"),
         ("show", ["nests", "--target", "cpu", "--blocks", "no"], "--blocks must name blocks of the nests, found 'no' in none"),
         ("bench", ["--target", "cpu", "--milliseconds", "nan"], "--rounds, --tokens, --hidden, --lengths and --milliseconds must be"),
@@ -186,6 +195,23 @@ class TestExportAndRun:
         if driver_version() is None:
             assert "a CUDA artefact needs an NVIDIA driver, found none" in command("run", path, code=1).stderr
 
+    def test_variants_for_several_gpu_generations(self, toolkit, tmp_path):
+        path = tmp_path / "cuda.so"
+        output = command("export", "--target", "sm_90a", "--family", "mma", "--also", "sm_80", "sm_89", "--also", "sm_120",
+                         "--plan", "default", "--workload", "d64_f16_full", "--output", path, code=0).stdout
+        assert (echoed(output)["archs"], [it["archs"] for it in echoed(output)["also"]]) == (["sm_90a"], [["sm_80", "sm_89"], ["sm_120"]])
+        for kernel in ("kernel on sm_90a", "variant2_kernel on sm_80", "variant2_kernel on sm_89", "variant3_kernel on sm_120"):
+            assert re.search(rf"^attention_forward_{kernel}: \d+ registers", output, re.MULTILINE)
+        assert [it["target"]["lowered_for"] for it in read_manifest(path)["variants"]] == ["sm_90a", "sm_80", "sm_120"]
+
+    def test_further_variants_are_tuned_where_a_log_is(self):
+        workload, args = Workload(64, 64, "float16", "full"), Namespace(plan="best", logs=None)
+        best = json.loads((ROOT / "tuning_logs/nvidia-h200/fwd_d64_dv64_f16_full/run.json").read_text())["best"]
+        family, plan, measured = options.further_plan(args, workload, cuda_arch("sm_90a"))
+        assert (family.NAME, asdict(plan), measured["device"]) == (best["family"], best["plan"], "nvidia-h200")
+        family, plan, measured = options.further_plan(args, workload, cuda_arch("sm_80"))
+        assert (plan, measured) == (family.default_plan(workload, cuda_arch("sm_80")), None)
+
 
 class TestShow:
     def test_nests_of_some_blocks(self):
@@ -233,42 +259,23 @@ class TestBench:
         assert all(row["ms_least"] <= row["ms"] <= row["ms_most"] and row["tflops"] > 0 for row in rows)
         assert told["device"] and told["versions"]["tvm"] and "--markdown" in told["command"]
 
+    def test_peers_that_cannot_take_part_are_named(self, tmp_path):
+        """On a CPU, none of the GPU's kernels; ours are then alone in the table."""
+        done = command("bench", "--target", "cpu", "--workload", "d64_f32_full", "--lengths", 32, 64, "--rounds", 1, "--milliseconds", 1,
+                       "--logs", tmp_path, "--peers", "--json", tmp_path / "rows.json", code=0)
+        assert done.stdout.count("FlashAttention-4 is left out of fwd_d64_dv64_f32_full: it is for cuda, found cpu\n") == 1
+        assert re.search(r"^ *workload +batch x heads x length +contestant +\w+/s +ours / this +of peak +of exp bound +MHz +W$",
+                         done.stdout, re.MULTILINE)
+        assert re.search(r"^ *fwd_d64_dv64_f32_full +16 x 8 x 64 +default +\S+ +1.00x( +-){4}$", done.stdout, re.MULTILINE)
+        told = json.loads((tmp_path / "rows.json").read_text())
+        assert "cuDNN is left out of fwd_d64_dv64_f32_full: it is for cuda, found cpu" in told["left_out"]
+        assert [row["watts"] for row in told["rows"] if row["contestant"] == "default"] == [None, None]
+
     def test_wrong_kernels_are_not_timed(self, tmp_path):
         full, causal, device = Workload(64, 64, "float32", "full"), Workload(64, 64, "float32", "causal"), cli.find_device("cpu")
         path = build_artefact("cpu", full, family_named("cpu").default_plan(full, device.arch), device.arch, tmp_path / "full.so")
         with pytest.raises(bench.WrongKernel, match=f"the tuned plan of {causal.name} fails check case even: O"):
             bench.load_checked("tuned", causal, device, path)
-
-    def test_everyone_takes_a_turn_in_every_round(self, monkeypatch):
-        calls = []
-        monkeypatch.setattr(contest.time, "sleep", lambda seconds: calls.append("rest"))
-
-        class Data:
-            def seconds(self, call, repeats):
-                calls.append("timed")
-                for _ in range(repeats):
-                    call()
-                return 1e-3
-        contestants = [contest.Contestant(name, lambda name=name: calls.append(name)) for name in "abc"]
-        times = contest.contest(contestants, Data(), rounds=5, milliseconds=2, rest=0.1, seed=0)
-        assert {name: len(seconds) for name, seconds in times.items()} == {"a": 5, "b": 5, "c": 5}
-        text = "".join("|" if call == "rest" else "t" if call == "timed" else call for call in calls)
-        turns = text.split("|")[1:]
-        assert all(re.fullmatch(r"([abc])\1t\1\1", turn) for turn in turns)
-        orders = ["".join(turn[0] for turn in turns[round:round + 3]) for round in range(0, 15, 3)]
-        assert all(sorted(order) == ["a", "b", "c"] for order in orders) and len(set(orders)) > 1
-
-    def test_summary(self):
-        assert contest.summary({"a": [0.002, 0.001, 0.004]}, 4e9) == {"a": {"ms": 2.0, "ms_least": 1.0, "ms_most": 4.0, "tflops": 2.0}}
-
-    def test_table_leaves_out_who_did_not_take_part(self):
-        row = {"workload": "w", "length": 8, "batch": 1, "heads": 2, "tflops": 1.0}
-        rows = [{**row, "contestant": "default", "ms": 2.0}, {**row, "contestant": "tuned", "ms": 1.0},
-                {**row, "contestant": "cuDNN", "ms": 0.5}, {**row, "length": 16, "contestant": "default", "ms": 4.0},
-                {**row, "length": 16, "contestant": "tuned", "ms": 3.0}]
-        lines = bench.table(rows).splitlines()
-        assert "tuned TFLOP/s" in lines[0]
-        assert lines[1].split()[-2:] == ["2.00x", "0.50x"] and lines[2].split()[-2:] == ["1.33x", "-"]
 
 
 class TestMake:

@@ -1,27 +1,55 @@
-/* The way into an artefact. It checks every argument before anything is launched or written, and only then calls the kernel's host
- * function, which TVM generated. Compiled into each artefact beside a generated header, artefact_config.h, with these constants:
+/* The way into an artefact. It checks every argument before anything is launched or written, chooses the first variant that can serve the
+ * call on the device, and only then calls that kernel's host function, which TVM generated. Compiled into each artefact beside a generated
+ * header, artefact_config.h, with these constants:
  *
- *   FLASHTIR_KERNEL            symbol of the generated host function for scales of zero and above
- *   FLASHTIR_NEGATIVE_KERNEL   its twin for scales below zero
+ *   FLASHTIR_VARIANTS(X)       the kernels that the artefact holds, best first; X takes for each
+ *                                name           for messages, such as "mma for sm_80"
+ *                                kernel         symbol of the generated host function for scales of zero and above
+ *                                negative       its twin for scales below zero
+ *                                max_elements   most elements that a tensor may have; beyond: the number after it, as text
+ *                                alignment      bytes that data must start on a multiple of
+ *                                codes          {major, minor, exact} for each architecture of its device code, then {0}
+ *   FLASHTIR_ARCHS             the architectures of all variants, for messages
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
  *   FLASHTIR_DTYPE_CODE, _BITS element type of q, k, v, out   FLASHTIR_DEVICE_TYPE  DLDeviceType of all tensors
- *   FLASHTIR_ALIGNMENT         bytes that data must start on a multiple of
  *   FLASHTIR_MANIFEST          JSON text
  *
- * C and not C++: the artefact then needs no C++ runtime, and of TVM only two functions of its stable C ABI.
+ * C and not C++: the artefact then needs no C++ runtime, and of TVM only a few functions of its stable C ABI.
  */
 #include <math.h>
 #include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 #include <tvm/ffi/c_api.h>
 
 #include "artefact_config.h"
 
+/* Device code of one architecture: exact, as of sm_90a, runs on its own compute capability only; other code also on later minors. */
+typedef struct {
+  int major, minor, exact;
+} Code;
+
+typedef int HostFunction(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result);
+typedef struct {
+  const char *name;
+  HostFunction *kernel, *negative;
+  int64_t max_elements;
+  const char *beyond;
+  int alignment;
+  const Code *codes;
+} Variant;
+
 /* Hidden, so that the linker binds this call inside the artefact: two artefacts in one process cannot call each other's kernel, and nobody
  * reaches the kernel past the checks. */
-extern int FLASHTIR_KERNEL(void *, const TVMFFIAny *, int32_t, TVMFFIAny *) __attribute__((visibility("hidden")));
-extern int FLASHTIR_NEGATIVE_KERNEL(void *, const TVMFFIAny *, int32_t, TVMFFIAny *) __attribute__((visibility("hidden")));
+#define DECLARE(name, kernel, negative, ...) \
+  extern HostFunction kernel __attribute__((visibility("hidden"))), negative __attribute__((visibility("hidden")));
+FLASHTIR_VARIANTS(DECLARE)
+#define LIST(name, kernel, negative, max_elements, beyond, alignment, ...) \
+  {name, kernel, negative, max_elements, beyond, alignment, (const Code[]){__VA_ARGS__}},
+static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
+enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
 
 enum { Q, K, V, OUT, LSE, TENSORS, ARGUMENTS = TENSORS + 1 };
 enum { MAX_RANK = 4 };
@@ -112,7 +140,9 @@ static int check_type(const Wanted *wanted, const DLTensor *tensor, DLDevice fir
   return 0;
 }
 
-/* Shape, compact strides and size. `elements` receives the number of elements. */
+#define SPLIT "split the batch or the heads over several calls"
+
+/* Shape and compact strides. `elements` receives the number of elements. */
 static int check_shape(const Wanted *wanted, const DLTensor *tensor, const DLTensor *const tensors[TENSORS], int64_t *elements) {
   int64_t stride = 1;
   for (int axis = 0; axis < wanted->rank; ++axis) {
@@ -138,9 +168,8 @@ static int check_shape(const Wanted *wanted, const DLTensor *tensor, const DLTen
     if (tensor->strides && size != 1 && tensor->strides[axis] != stride)
       return fail("ValueError", "%s has stride %lld in dimension %d, wanted %lld: pass a contiguous tensor", wanted->name,
                   (long long)tensor->strides[axis], axis, (long long)stride);
-    if (__builtin_mul_overflow(stride, size, &stride) || stride > INT32_MAX)
-      return fail("ValueError", "%s has 2^31 elements or more, wanted fewer: split the batch or the heads over several calls",
-                  wanted->name);
+    if (__builtin_mul_overflow(stride, size, &stride))
+      return fail("ValueError", "%s has 2^63 elements or more, wanted fewer: " SPLIT, wanted->name);
   }
   *elements = stride;
   return 0;
@@ -164,16 +193,13 @@ static int check_scale(const TVMFFIAny *arg, int *negative) {
   return 0;
 }
 
-static int64_t bytes_of(const DLTensor *tensor, int64_t elements) { return elements * tensor->dtype.bits / 8; }
+static int64_t bytes_of(const DLTensor *tensor, int64_t elements) { return elements * (tensor->dtype.bits / 8); }
 
 static int check_memory(const DLTensor plain[TENSORS], const int64_t elements[TENSORS]) {
   for (int i = 0; i < TENSORS; ++i) {
     if (elements[i] == 0) continue;
     uintptr_t start = (uintptr_t)plain[i].data, end = start + bytes_of(&plain[i], elements[i]);
     if (start == 0) return fail("ValueError", "%s has no data, wanted a pointer to its elements", kWanted[i].name);
-    if (start % FLASHTIR_ALIGNMENT)
-      return fail("ValueError", "%s starts %d bytes past a multiple of %d, wanted data aligned to %d bytes: pass a copy", kWanted[i].name,
-                  (int)(start % FLASHTIR_ALIGNMENT), FLASHTIR_ALIGNMENT, FLASHTIR_ALIGNMENT);
     for (int output = OUT; output <= LSE; ++output) {
       uintptr_t written = (uintptr_t)plain[output].data, written_end = written + bytes_of(&plain[output], elements[output]);
       if (i < output && elements[output] && start < written_end && written < end)
@@ -183,12 +209,112 @@ static int check_memory(const DLTensor plain[TENSORS], const int64_t elements[TE
   return 0;
 }
 
+/* Compute capability of a CUDA device as 100 * major + minor, asked of TVM's runtime once for each device; -1 where an error is set. */
+static int capability_of(DLDevice device) {
+  enum { COMPUTE_VERSION = 4, DEVICES = 64 };
+  static _Atomic int known[DEVICES];
+  static const TVMFFIByteArray name = {"runtime.GetDeviceAttr", sizeof "runtime.GetDeviceAttr" - 1};
+  bool kept = device.device_id >= 0 && device.device_id < DEVICES;
+  if (kept && known[device.device_id]) return known[device.device_id];
+
+  TVMFFIObjectHandle get = NULL;
+  TVMFFIAny args[] = {{.type_index = kTVMFFIInt, .v_int64 = device.device_type}, {.type_index = kTVMFFIInt, .v_int64 = device.device_id},
+                      {.type_index = kTVMFFIInt, .v_int64 = COMPUTE_VERSION}};
+  TVMFFIAny answer = {.type_index = kTVMFFINone};
+  if (TVMFFIFunctionGetGlobal(&name, &get)) return -1;
+  if (get == NULL) return fail("RuntimeError", "TVM's runtime was wanted, found no function %s: load libtvm_runtime.so first", name.data);
+  int failed = TVMFFIFunctionCall(get, args, 3, &answer);
+  TVMFFIObjectDecRef(get);
+  if (failed) return -1;
+
+  /* Text of up to seven characters, such as 9.0, comes without an object. */
+  char text[32] = "";
+  int major = 0, minor = 0;
+  if (answer.type_index == kTVMFFISmallStr) memcpy(text, answer.v_bytes, answer.small_str_len);
+  if (sscanf(text, "%d.%d", &major, &minor) != 2)
+    return fail("RuntimeError", "the compute capability of %s was wanted, found none: update TVM", device_name(device, text));
+  if (kept) known[device.device_id] = 100 * major + minor;
+  return 100 * major + minor;
+}
+
+static bool runs_on(const Variant *variant, int capability) {
+  int major = capability / 100, minor = capability % 100;
+  for (const Code *code = variant->codes; code->major; ++code)
+    if (code->major == major && (code->exact ? code->minor == minor : code->minor <= minor)) return true;
+  return FLASHTIR_DEVICE_TYPE == kDLCPU;
+}
+
+/* Why a variant cannot serve a call, where the device is not the reason. */
+enum { SERVES, TOO_LARGE, TOO_LONG, MISALIGNED, REASONS };
+static const char *const kRemedies[REASONS] = {"", SPLIT, "split it over several calls", "pass a copy"};
+typedef struct {
+  const Variant *variant;
+  int reason;
+  char text[160];
+} Refusal;
+
+static Refusal __attribute__((format(printf, 3, 4), cold)) refusal(const Variant *variant, int reason, const char *format, ...) {
+  Refusal why = {variant, reason, ""};
+  va_list values;
+  va_start(values, format);
+  vsnprintf(why.text, sizeof why.text, format, values);
+  va_end(values);
+  return why;
+}
+
+static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], const int64_t elements[TENSORS]) {
+  for (int i = 0; i < TENSORS; ++i) {
+    const char *name = kWanted[i].name;
+    int past = (int)((uintptr_t)plain[i].data % variant->alignment);
+    if (elements[i] == 0) continue;
+    if (elements[i] > variant->max_elements)
+      return refusal(variant, TOO_LARGE, "%s has %s elements or more, wanted fewer", name, variant->beyond);
+    if (past)
+      return refusal(variant, MISALIGNED, "%s starts %d bytes past a multiple of %d, wanted data aligned to %d bytes", name, past,
+                     variant->alignment, variant->alignment);
+    /* The generated host functions count each axis in 32 bits. */
+    for (int axis = 0; axis < kWanted[i].rank; ++axis)
+      if (plain[i].shape[axis] > INT32_MAX)
+        return refusal(variant, TOO_LONG, "%s.shape[%d] is %lld, wanted less than 2^31", name, axis, (long long)plain[i].shape[axis]);
+  }
+  return (Refusal){variant, SERVES, ""};
+}
+
+/* The first variant that runs on the device and can serve these tensors; NULL where an error is set. `passed_over` receives why a better
+ * one could not, if one runs on the device. */
+static const Variant *choose(const DLTensor plain[TENSORS], const int64_t elements[TENSORS], Refusal *passed_over) {
+  char device[32];
+  int capability = FLASHTIR_DEVICE_TYPE == kDLCPU ? 0 : capability_of(plain[Q].device);
+  passed_over->reason = SERVES;
+  if (capability < 0) return NULL;
+  for (const Variant *variant = kVariants; variant < kVariants + VARIANTS; ++variant) {
+    if (!runs_on(variant, capability)) continue;
+    Refusal why = consider(variant, plain, elements);
+    if (why.reason == SERVES) return variant;
+    if (passed_over->reason == SERVES) *passed_over = why;
+  }
+  if (passed_over->reason != SERVES)
+    fail("ValueError", "%s: %s", passed_over->text, kRemedies[passed_over->reason]);
+  else
+    fail("ValueError", "q is on %s of compute capability %d.%d, wanted a device that runs code for %s: export for its architecture too",
+         device_name(plain[Q].device, device), capability / 100, capability % 100, FLASHTIR_ARCHS);
+  return NULL;
+}
+
+/* Say on stderr that a better variant was passed over, once for each reason. */
+static void say_once(const Refusal *why, const Variant *used) {
+  static atomic_bool said[VARIANTS][REASONS];
+  if (why->reason != SERVES && !atomic_exchange(&said[why->variant - kVariants][why->reason], true))
+    fprintf(stderr, "flash_attention_forward: %s cannot take this call (%s): using %s\n", why->variant->name, why->text, used->name);
+}
+
 /* flash_attention_forward(q, k, v, out, lse, scale) -> None */
 TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
   const DLTensor *tensors[TENSORS];
   int64_t elements[TENSORS];
   DLTensor plain[TENSORS];
   TVMFFIAny checked[ARGUMENTS];
+  Refusal passed_over;
   int negative = 0;
 
   if (count != ARGUMENTS) return fail("TypeError", "found %d arguments, wanted %d: q, k, v, out, lse, scale", (int)count, ARGUMENTS);
@@ -206,10 +332,13 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward(void *self, const TVMFF
     checked[i] = (TVMFFIAny){.type_index = kTVMFFIDLTensorPtr, .v_ptr = &plain[i]};
   }
   checked[TENSORS] = args[TENSORS];
-  if (check_groups(tensors[Q]->shape[2], tensors[K]->shape[2]) || check_scale(&args[TENSORS], &negative) || check_memory(plain, elements)) return -1;
+  const Variant *variant = choose(plain, elements, &passed_over);
+  if (variant == NULL || check_groups(tensors[Q]->shape[2], tensors[K]->shape[2]) || check_scale(&args[TENSORS], &negative)) return -1;
+  if (check_memory(plain, elements)) return -1;
   if (elements[LSE] == 0) return 0;
   if (elements[K] == 0) plain[K].data = plain[V].data = plain[Q].data;
-  return (negative ? FLASHTIR_NEGATIVE_KERNEL : FLASHTIR_KERNEL)(self, checked, ARGUMENTS, result);
+  say_once(&passed_over, variant);
+  return (negative ? variant->negative : variant->kernel)(self, checked, ARGUMENTS, result);
 }
 
 /* flash_attention_manifest() -> JSON text */

@@ -1,20 +1,19 @@
-"""From a built module to the files that ship: `<stem>.so` and `<stem>.check.npz`."""
+"""From built modules to the files that ship: `<stem>.so` and `<stem>.check.npz`."""
 import json
 import os
 import tempfile
 from pathlib import Path
 
+import tvm
 import tvm_ffi
 
+from schedules.arch import cuda_arch
 from schedules.artefact.cases import write_cases
 from schedules.artefact.manifest import to_json
-from schedules.build import KERNEL, NEGATIVE_SCALE_KERNEL
+from schedules.build import kernel_names
 from schedules.lowering.toolkit import run_c_compiler
 
 ENTRY = Path(__file__).with_name("entry.c")
-
-#: Bytes that tensors must start on a multiple of: 16-byte copies on a GPU; on a CPU what the declaration states for its buffers.
-ALIGNMENT = {"cuda": 16, "cpu": 4}
 
 _DTYPE_CODES = {"float": 2, "bfloat": 4}
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
@@ -24,28 +23,28 @@ class ExportError(RuntimeError):
     """An artefact that would not work where it is meant to run."""
 
 
-def export_artefact(module, workload, path, manifest, cases):
-    """Write the artefact of a built kernel to `path` (a .so) and its cases beside it; return both paths.
+def export_artefact(variants, workload, path, manifest, cases):
+    """Write the artefact of some Variants to `path` (a .so) and its cases beside it; return both paths.
 
     Both files are complete before either gets its name, and the .so is named last: a failure leaves what was there before.
 
-    module    Module of `schedules.build.build_plan`, or an Executable; its two functions take (q, k, v, out, lse, scale)
+    variants  Variants, best first; the functions of each module take (q, k, v, out, lse, scale) and have the names of its place
     workload  te_defs.workload.Workload it was built for: the entry checks calls against it
     manifest  plain data for JSON, as `manifest.describe` makes it
     cases     CheckCases of `cases.check_cases`
-    Raises ExportError where the module holds source instead of device code or lacks the function, ToolkitError where the C compiler fails.
+    Raises ExportError where a module holds source instead of device code or lacks a function, or where the variants are for different
+    kinds of devices, ToolkitError where the C compiler fails.
     """
     path = Path(path)
     if path.is_dir():
         raise ExportError(f"an artefact is a file, found the folder {path}: name a file in it")
-    module = getattr(module, "mod", module)
-    device = _device_of(module)
+    check_variants(variants)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as scratch:
         scratch = Path(scratch)
-        entry = compile_entry(workload, device, manifest, scratch)
+        entry = compile_entry(workload, variants, manifest, scratch)
         library, checks = scratch / "artefact.so", scratch / "check.npz"
-        module.export_library(str(library), addons=[str(entry)], fcompile=_link, workspace_dir=str(scratch))
+        _joined(variants).export_library(str(library), addons=[str(entry)], fcompile=_link, workspace_dir=str(scratch))
         if read_manifest(library) != json.loads(to_json(manifest)):
             raise ExportError(f"{path.name} does not give back the manifest that went into it: build it again")
         write_cases(checks, workload, cases)
@@ -55,16 +54,29 @@ def export_artefact(module, workload, path, manifest, cases):
     return path, checks_path
 
 
-def _device_of(module):
-    """"cuda" or "cpu" by what the module carries; ExportError where it cannot be shipped."""
-    for name in (KERNEL, NEGATIVE_SCALE_KERNEL):
-        if not module.implements_function(name):
-            raise ExportError(f"a module with a function {name} is needed, found none: build it with schedules.build.build_plan")
-    for part in module.imports:
-        # Without its CUDA runtime TVM puts a placeholder here that carries CUDA C++ and runs nowhere.
-        if not part.is_runnable():
-            raise ExportError(f"the module carries {part.kind} source and no device code: call toolkit.preload before it is built")
-    return "cuda" if any(part.kind == "cuda" for part in module.imports) else "cpu"
+def check_variants(variants):
+    """ExportError where a variant cannot be shipped, or not together with the others."""
+    for place, variant in enumerate(variants, 1):
+        for name in kernel_names(place):
+            if not variant.module.implements_function(name):
+                raise ExportError(f"a module with a function {name} is needed, found none: build it with schedules.build.build_plan")
+        for part in variant.module.imports:
+            # Without its CUDA runtime TVM puts a placeholder here that carries CUDA C++ and runs nowhere.
+            if not part.is_runnable():
+                raise ExportError(f"the module carries {part.kind} source and no device code: call toolkit.preload before it is built")
+        if variant.arch.kind == "cuda" and not variant.archs:
+            raise ExportError(f"a CUDA variant says what its code runs on, found that {variant.name} does not: give it its CompiledKernels")
+        if variant.arch.kind != variants[0].arch.kind:
+            raise ExportError(f"the variants of an artefact are for one kind of device, found {variants[0].arch.kind} and "
+                              f"{variant.arch.kind}: make an artefact for each")
+
+
+def _joined(variants):
+    """A module that imports those of all variants: their host code is linked together, and device code is looked up in all of them."""
+    root = tvm.tirx.build(tvm.IRModule(), target="llvm")
+    for variant in variants:
+        root.import_module(variant.module)
+    return root
 
 
 def _link(library, objects, **_):
@@ -74,31 +86,39 @@ def _link(library, objects, **_):
 _link.object_format = "o"
 
 
-def compile_entry(workload, device, manifest, folder):
-    """Path of the object file with the checked entry for this workload, compiled in `folder`."""
-    (folder / "artefact_config.h").write_text(_config(workload, device, manifest))
+def compile_entry(workload, variants, manifest, folder):
+    """Path of the object file with the checked entry for this workload and these variants, compiled in `folder`."""
+    (folder / "artefact_config.h").write_text(_config(workload, variants, manifest))
     objects = folder / "entry.o"
-    includes = [f"-I{place}" for place in (folder, tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
+    includes = [f"-I{include}" for include in (folder, tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
     run_c_compiler(["-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", *includes, "-c", str(ENTRY), "-o", str(objects)])
     return objects
 
 
-def _config(workload, device, manifest):
+def _config(workload, variants, manifest):
     """The header artefact_config.h; entry.c says what each constant is."""
     kind, bits = workload.dtype.rstrip("0123456789"), int("".join(filter(str.isdigit, workload.dtype)))
     constants = {
-        "KERNEL": f"__tvm_ffi_{KERNEL}",
-        "NEGATIVE_KERNEL": f"__tvm_ffi_{NEGATIVE_SCALE_KERNEL}",
+        "VARIANTS(X)": " ".join(f"X({_entry_of(variant, place)})" for place, variant in enumerate(variants, 1)),
+        "ARCHS": json.dumps(", ".join(dict.fromkeys(arch for variant in variants for arch in variant.archs))),
         "HEAD_DIM": workload.head_dim,
         "VALUE_DIM": workload.value_dim,
         "DTYPE_CODE": _DTYPE_CODES[kind],
         "DTYPE_BITS": bits,
-        "DEVICE_TYPE": _DEVICE_TYPES[device],
-        "ALIGNMENT": ALIGNMENT[device],
+        "DEVICE_TYPE": _DEVICE_TYPES[variants[0].arch.kind],
         # ASCII JSON has no escapes but \\ and \", which C reads alike.
         "MANIFEST": json.dumps(to_json(manifest)),
     }
     return "".join(f"#define FLASHTIR_{name} {value}\n" for name, value in constants.items())
+
+
+def _entry_of(variant, place):
+    """What FLASHTIR_VARIANTS says of one variant."""
+    symbols = [f"__tvm_ffi_{name}" for name in kernel_names(place)]
+    beyond = variant.max_elements + 1
+    beyond = f"2^{beyond.bit_length() - 1}" if beyond.bit_count() == 1 else str(beyond)
+    codes = ["{%d, %d, %d}" % (*arch.capability, arch.exact) for arch in map(cuda_arch, variant.archs)]
+    return ", ".join([f'"{variant.name}"', *symbols, str(variant.max_elements), f'"{beyond}"', str(variant.alignment), *codes, "{0}"])
 
 
 def read_manifest(path):

@@ -30,15 +30,15 @@ def statistics_layout(i, l):
     return i // 16, i % 8 * 4 + l, i % 16 // 8
 
 
-def _check_bijection(rows, columns, place):
+def check_bijection(rows, columns, place):
     """A wrong lane map must fail at import."""
     seen = {place(i, j) for i in range(rows) for j in range(columns)}
     if len(seen) != rows * columns:
         raise AssertionError("two elements of a fragment share a register")
 
 
-_check_bijection(16, 16, fragment_place)
-_check_bijection(16, 4, statistics_layout)
+check_bijection(16, 16, fragment_place)
+check_bijection(16, 4, statistics_layout)
 
 
 def _fragment(handle, dtype, registers=8):

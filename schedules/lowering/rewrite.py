@@ -79,6 +79,12 @@ def split_masked_tiles(func):
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, cut), order="pre"))
 
 
+@function_pass("flashtir.MaskPeeledTile")
+def mask_peeled_tile(func):
+    """Mask a tile that a software pipeline has peeled off the loop, without asking whether it needs it."""
+    return func.with_body(_resolve_hints(func.body, "else_case"))
+
+
 LAZY_RESCALE = "pragma_flashtir_lazy_rescale"
 
 
@@ -145,6 +151,69 @@ def truncated_division(func):
     """Divide by truncation: no dividend or divisor of ours is negative, and rounding down costs a branch where TVM cannot prove it."""
     return func.with_body(tvm_ffi.structural_map(func.body, (
         (tirx.FloorDiv, lambda expr: tirx.truncdiv(expr.a, expr.b)), (tirx.FloorMod, lambda expr: tirx.truncmod(expr.a, expr.b)))))
+
+
+class _Quotients:
+    """Divisions by run-time sizes whose operands are known at one place of a function, each bound to a variable there."""
+
+    def __init__(self, known):
+        self.known, self.found = list(known), []
+
+    def of(self, dividend, divisor):
+        """The variable that holds a quotient; None where an operand is not known."""
+        used, value = [], tirx.truncdiv(dividend, divisor)
+        tvm_ffi.structural_walk(value, (tirx.Var, used.append))
+        if not all(any(var.same_as(other) for other in self.known) for var in used):
+            return None
+        held = next((var for var, other in self.found if tvm_ffi.structural_equal(value, other)), None)
+        if held is None:
+            held = tirx.Var("quotient", dividend.ty)
+            self.found.append((held, value))
+            self.known.append(held)
+        return held
+
+    def hoist(self, body):
+        """The statement with its quotients in front."""
+        def replace(node):
+            held = None if isinstance(node.b, tirx.IntImm) else self.of(node.a, node.b)
+            if held is None:
+                return node
+            return held if isinstance(node, tirx.FloorDiv) else node.a - held * node.b
+
+        body = tvm_ffi.structural_map(body, ((tirx.FloorDiv, tirx.FloorMod), replace))
+        return tirx.SeqStmt([*(tirx.Bind(*pair) for pair in self.found), body]) if self.found else body
+
+
+@function_pass("flashtir.HoistDivisions")
+def hoist_divisions(func):
+    """Compute divisions by run-time sizes once: at the top of the kernel where they depend on block index and sizes alone, else at the
+    top of the loop that they depend on.
+
+    These are not negative, so the quotient is the one that truncates, without the sign cases of floor division.
+    """
+    launches = []
+    tvm_ffi.structural_walk(
+        func.body, (tirx.AttrStmt, lambda mark: launches.append(mark) if mark.attr_key == "thread_extent" else None), order="pre")
+    known = [*func.params, *(mark.node.var for mark in launches)]
+
+    def in_loop(loop):
+        # What the body binds first is known as well.
+        stmts = list(loop.body.seq) if isinstance(loop.body, tirx.SeqStmt) else [loop.body]
+        bound = list(itertools.takewhile(lambda stmt: isinstance(stmt, tirx.Bind), stmts))
+        rest = stmts[len(bound):]
+        inner = _Quotients([*known, loop.loop_var, *(stmt.var for stmt in bound)]).hoist(rest[0] if len(rest) == 1 else tirx.SeqStmt(rest))
+        body = tirx.SeqStmt([*bound, inner]) if bound else inner
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, None, loop.annotations, loop.step)
+
+    def at_top(mark):
+        if not any(mark.node.same_as(launch.node) for launch in launches[-1:]):
+            return mark
+        body = top.hoist(mark.body)
+        known.extend(var for var, _ in top.found)
+        return tirx.AttrStmt(mark.node, mark.attr_key, mark.value, tvm_ffi.structural_map(body, (tirx.For, in_loop)))
+
+    top = _Quotients(known)
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, at_top)))
 
 
 def _has_warp_memory(func):

@@ -42,45 +42,6 @@ def guard_masked_tiles(func):
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, split_guard)))
 
 
-@rewrite.function_pass("flashtir.HoistDivisions")
-def hoist_divisions(func):
-    """Compute divisions by run-time sizes once, at the top of the kernel, where they depend on block index and sizes alone.
-
-    These are not negative, so the quotient is the one that truncates, without the sign cases of floor division.
-    """
-    launches, quotients = [], []
-    tvm_ffi.structural_walk(
-        func.body, (tirx.AttrStmt, lambda mark: launches.append(mark) if mark.attr_key == "thread_extent" else None), order="pre")
-    known = [*func.params, *(mark.node.var for mark in launches)]
-
-    def quotient(dividend, divisor):
-        """The variable that holds a quotient; None where an operand is not known at the top."""
-        used, value = [], tirx.truncdiv(dividend, divisor)
-        tvm_ffi.structural_walk(value, (tirx.Var, used.append))
-        if not all(any(var.same_as(other) for other in known) for var in used):
-            return None
-        held = next((var for var, other in quotients if tvm_ffi.structural_equal(value, other)), None)
-        if held is None:
-            held = tirx.Var("quotient", dividend.ty)
-            quotients.append((held, value))
-            known.append(held)
-        return held
-
-    def hoist(node):
-        held = None if isinstance(node.b, tirx.IntImm) else quotient(node.a, node.b)
-        if held is None:
-            return node
-        return held if isinstance(node, tirx.FloorDiv) else node.a - held * node.b
-
-    def insert(mark):
-        if not any(mark.node.same_as(launch.node) for launch in launches[-1:]):
-            return mark
-        return tirx.AttrStmt(mark.node, mark.attr_key, mark.value, tirx.SeqStmt([*(tirx.Bind(*pair) for pair in quotients), mark.body]))
-
-    body = tvm_ffi.structural_map(func.body, ((tirx.FloorDiv, tirx.FloorMod), hoist))
-    return func.with_body(tvm_ffi.structural_map(body, (tirx.AttrStmt, insert)) if quotients else func.body)
-
-
 pass_lists.register("flashtir_simt", [
     *pass_lists.blocks_to_loops(),
     *pass_lists.flatten(),
@@ -92,5 +53,5 @@ pass_lists.register("flashtir_simt", [
     tirx.transform.LowerWarpMemory(),
     rewrite.full_warp_mask(),
     tirx.transform.StmtSimplify(),
-    hoist_divisions(),  # last: StmtSimplify puts the value of a binding back where it is used
+    rewrite.hoist_divisions(),  # last: StmtSimplify puts the value of a binding back where it is used
 ])

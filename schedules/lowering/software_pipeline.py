@@ -38,16 +38,46 @@ def pipeline_lists(order):
     return [0 if name in LOADED_AHEAD else 1 for name in STATEMENTS], [executed.index(name) for name in STATEMENTS]
 
 
+#: The same for asynchronous products, in program order; "S_ready" and "O_acc" wait for them.
+OVERLAPPED_STATEMENTS = tuple(name for statement in STATEMENTS for name in (("S", "S_ready") if statement == "S" else (statement,)))
+#: A tile later: the product that consumes P, what waits for it, and the load that it needs.
+A_TILE_LATER = ("V_load", "O_acc_new", "O_acc")
+OVERLAPPED_ORDER = "flashtir.overlapped_order"
+OVERLAPPED_ORDERS = (
+    ("output behind scores", ("K_load", "V_load", "S_init", "S", "O_acc_new", "S_ready", "S_masked", "tile_max", "pair_max", "row_max_new",
+                              "rescale", "row_max_scaled", "P", "tile_sum", "row_sum_new", "O_acc", "O_init", "P_cast", "row_max",
+                              "row_sum")),
+)
+
+
+def overlapped_lists(order):
+    """TVM's (stage, order) lists of an overlapped order by index."""
+    executed = OVERLAPPED_ORDERS[order][1]
+    return [int(name in A_TILE_LATER) for name in OVERLAPPED_STATEMENTS], [executed.index(name) for name in OVERLAPPED_STATEMENTS]
+
+
+def _expand(func, mark, lists, annotations=()):
+    """Replace the integer `mark` on block `attn` by the key loop's pipeline annotations."""
+    sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
+    attn = sch.get_sblock("attn")
+    marks = sch.get(attn).annotations
+    if mark not in marks:
+        return func
+    stages, order = lists(int(marks[mark]))
+    sch.unannotate(attn, mark)
+    loop = sch.get_loops(sch.get_sblock("kv"))[-1]
+    for key, value in (("stage", stages), ("order", order), *annotations):
+        sch.annotate(loop, f"software_pipeline_{key}", value)
+    return sch.mod["main"]
+
+
 @function_pass("flashtir.ExpandOrder")
 def expand_order(func):
-    """Turn the integer on block `attn` into the key loop's pipeline annotations."""
-    sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
-    marks = sch.get(sch.get_sblock("attn")).annotations
-    if ORDER not in marks:
-        return func
-    stages, order = pipeline_lists(int(marks[ORDER]))
-    loop = sch.get_loops(sch.get_sblock("kv"))[-1]
-    sch.annotate(loop, "software_pipeline_stage", stages)
-    sch.annotate(loop, "software_pipeline_order", order)
-    sch.annotate(loop, "software_pipeline_async_stages", [0])
-    return sch.mod["main"]
+    """Turn the integer on block `attn` into the key loop's pipeline annotations, for loads one tile ahead."""
+    return _expand(func, ORDER, pipeline_lists, [("async_stages", [0])])
+
+
+@function_pass("flashtir.ExpandOverlappedOrder")
+def expand_overlapped_order(func):
+    """Turn the integer on block `attn` into the key loop's pipeline annotations, for asynchronous products."""
+    return _expand(func, OVERLAPPED_ORDER, overlapped_lists)

@@ -1,0 +1,62 @@
+"""A variant: one kernel of those that an artefact holds, and which calls it can serve.
+
+An artefact lists its variants best first. A call is served by the first that has code for the device and takes the tensors.
+"""
+from dataclasses import dataclass
+
+import tvm
+
+from schedules.arch import cuda_arch
+from schedules.plan import Plan
+
+#: Most elements of a tensor for a family that states no MAX_ELEMENTS: it counts in 32 bits.
+MAX_ELEMENTS = 2**31 - 1
+
+#: Bytes that tensors must start on a multiple of, for a family that states no ALIGNMENT: 16-byte copies on a GPU; on a CPU what the
+#: declaration states for its buffers.
+ALIGNMENT = {"cuda": 16, "cpu": 4}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A built plan as an artefact holds it.
+
+    module        runtime module of `schedules.build.build_plan`, whose functions are named for the variant's place in the artefact
+    family        name of the schedule's family
+    arch          row of schedules.arch that the kernel was lowered for
+    plan          the Plan that it was built with
+    kernels       CompiledKernels of the build's CompileLog; none for a CPU kernel
+    measured      figures of a benchmark, with where they come from; None where nothing was measured
+    max_elements  most elements that a tensor may have, below 2^60
+    alignment     bytes that the data of tensors must start on a multiple of
+    """
+
+    module: tvm.runtime.Module
+    family: str
+    arch: object
+    plan: Plan
+    kernels: tuple
+    measured: dict | None
+    max_elements: int
+    alignment: int
+
+    @property
+    def name(self):
+        """What messages call it, such as `mma for sm_80`."""
+        return f"{self.family} for {self.arch.name}"
+
+    @property
+    def archs(self):
+        """Names of the architectures that it holds device code of, oldest first; none for a CPU kernel."""
+        names = {name for kernel in self.kernels for name in kernel.archs}
+        return sorted(names, key=lambda name: (cuda_arch(name).capability, name))
+
+
+def limits_of(family, kind):
+    """(most elements of a tensor, alignment in bytes) of a family, which may state MAX_ELEMENTS and ALIGNMENT, on a kind of device."""
+    return getattr(family, "MAX_ELEMENTS", MAX_ELEMENTS), getattr(family, "ALIGNMENT", ALIGNMENT[kind])
+
+
+def variant_of(module, family, arch, plan, kernels=(), measured=None):
+    """Variant of a plan of a family module; the other arguments are fields of Variant, with a module that may be an Executable."""
+    return Variant(getattr(module, "mod", module), family.NAME, arch, plan, tuple(kernels), measured, *limits_of(family, arch.kind))

@@ -1,0 +1,65 @@
+"""What warps tell each other while tiles travel through shared memory: calls that stand in TIR until the roles of the warps are split.
+
+A tensor intrinsic says *what* must have happened ("the tile of K is there"); schedules.lowering.warp_roles turns these calls into
+mbarriers, once it is known which warps load, how many copies of a tile the ring has and how the grid walks over the work.
+"""
+from tvm import tirx
+from tvm.script import tirx as T
+
+PREFIX = "flashtir."
+#: Rings by number: shared tiles that one warpgroup fills and the others empty.
+Q, K, V = range(3)
+RINGS = ("Q", "K", "V")
+
+
+def key_tile():
+    """The index of the key loop; it moves with the statement when the software pipeline shifts this."""
+    return T.call_extern("int32", PREFIX + "key_tile")
+
+
+def wait_full(ring):
+    """Wait until the ring's tile of this turn has arrived."""
+    return T.call_extern("int32", PREFIX + "wait_full", ring, key_tile())
+
+
+def release(ring):
+    """This warpgroup has read the tile: it may be overwritten."""
+    return T.call_extern("int32", PREFIX + "release", ring, key_tile())
+
+
+def slot_bytes(ring):
+    """Offset in bytes of this turn's copy of the tile."""
+    return T.call_extern("int32", PREFIX + "slot_bytes", ring, key_tile())
+
+
+def group_bytes(rows_bytes):
+    """Offset in bytes of this warp's 16 rows from the first row of its warpgroup, `rows_bytes` for each warp."""
+    return T.call_extern("int32", PREFIX + "group_bytes", rows_bytes)
+
+
+def take_turn():
+    """Wait for this warpgroup's turn at the tensor cores."""
+    return T.call_extern("int32", PREFIX + "take_turn")
+
+
+def pass_turn():
+    """Hand the tensor cores to the next warpgroup."""
+    return T.call_extern("int32", PREFIX + "pass_turn")
+
+
+def wait_scores():
+    """Wait until the scores are there, while the product of the tile before may still run."""
+    return T.call_extern("int32", PREFIX + "wait_scores", key_tile())
+
+
+def bulk_load(*arguments):
+    """Load one tile into its ring: see schedules.lowering.bulk_loads for the arguments."""
+    return tirx.call_extern("int32", PREFIX + "bulk_load", *arguments)
+
+
+def name_of(call):
+    """Name of an event without its prefix; None for any other expression."""
+    if getattr(getattr(call, "op", None), "name", "") != "tirx.call_extern":
+        return None
+    name = str(call.args[0].value)
+    return name[len(PREFIX):] if name.startswith(PREFIX) else None

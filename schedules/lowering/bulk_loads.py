@@ -1,0 +1,124 @@
+"""Copies of whole tiles by the tensor memory accelerator (TMA), from blocks that say plainly what they copy.
+
+A block annotated BULK_LOAD copies rows of a tensor [batch, rows, heads, channels] to a shared tile [chunks, rows, chunk], with zeros past
+the last row. `lower_bulk_loads` checks exactly this and puts an event in its place; `encode_tensor_maps` has the host describe each
+tensor to the TMA by its run-time shape (CUDA driver API, cuTensorMapEncodeTiled), in front of the launch.
+"""
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.s_tir import stmt as s_stmt
+from tvm.script import tirx as T
+from tvm.sym import Analyzer
+
+from schedules.intrinsics import events
+from schedules.lowering.rewrite import function_pass, substitute
+
+BULK_LOAD = "flashtir.bulk_load"
+ELEMENT_BYTES = 2
+#: cuTensorMapEncodeTiled: no interleave, swizzle of 64 or 128 bytes, L2 promotion of 128 bytes, zeros past the end.
+INTERLEAVE_NONE, SWIZZLE, PROMOTE, FILL_ZERO = 0, {64: 2, 128: 3}, 2, 0
+
+
+class BulkLoadError(ValueError):
+    """A block that the tensor memory accelerator cannot copy."""
+
+
+def _int(value):
+    return tirx.IntImm("int32", value)
+
+
+def _require(condition, block, wanted, found):
+    if not condition:
+        raise BulkLoadError(f"block {block.name_hint} must be {wanted} to become a bulk load, found {found}: correct the declaration")
+
+
+@function_pass("flashtir.LowerBulkLoads")
+def lower_bulk_loads(func):
+    """Replace annotated blocks by bulk_load events, and bind the key tile of every event to the key loop's index."""
+    def replace(block):
+        if BULK_LOAD in block.annotations:
+            return _with_body(block, tirx.Evaluate(_event(block, events.RINGS.index(str(block.annotations[BULK_LOAD])))))
+        if block.name_hint == "kv":
+            tile = block.iter_vars[0].var
+            return _with_body(block, tvm_ffi.structural_map(
+                block.body, (tvm.ir.Call, lambda call: tile if events.name_of(call) == "key_tile" else call)))
+        return block
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (s_stmt.SBlock, replace)))
+
+
+def _with_body(block, body):
+    annotations = {key: value for key, value in block.annotations.items() if key != BULK_LOAD}
+    return s_stmt.SBlock(block.iter_vars, block.reads, block.writes, block.name_hint, body, block.init, block.alloc_buffers,
+                         block.match_buffers, annotations)
+
+
+def _event(block, ring):
+    """bulk_load(ring, shared address, tensor, its rows, heads, batch, box rows, channels, chunk, first row, head, batch entry, key tile)."""
+    rows, channels = block.body, block.body.body
+    realize, ana = channels.body, Analyzer()
+    store = realize.block.body
+    guarded = isinstance(store.value, tvm.ir.Call) and store.value.op.name.endswith("if_then_else")
+    _require(guarded, block, "a load with a bound", type(store.value).__name__)
+    condition, load, other = store.value.args
+    # "An inner tile, or in range": where the hint holds nothing is out of range.
+    bound = condition.b if isinstance(condition, tirx.Or) else condition
+    _require(isinstance(bound, tirx.LT) and float(other.value) == 0, block, "filled with zeros past its bound", condition)
+
+    def at(expr, row, channel):
+        inner = {iter_var.var: substitute(value, {rows.loop_var: _int(row), channels.loop_var: _int(channel)})
+                 for iter_var, value in zip(realize.block.iter_vars, realize.iter_values)}
+        return ana.simplify(substitute(expr, inner))
+
+    batch, row, head, channel = (at(index, 0, 0) for index in load.indices)
+    steps = [[ana.simplify(at(index, *step) - at(index, 0, 0)) for index in load.indices] for step in ((1, 0), (0, 1))]
+    _require([[int(step) for step in line] for line in steps] == [[0, 1, 0, 0], [0, 0, 0, 1]] and int(channel) == 0, block,
+             "a copy of whole rows one after the other", steps)
+    size_batch, size_rows, heads, size_channels = load.source.shape
+    past = ana.simplify(at(bound.a, 0, 0) - at(bound.b, 0, 0) - (row - size_rows))
+    _require(isinstance(past, tirx.IntImm) and int(past) == 0, block, "bounded by the end of its tensor", bound)
+    chunks, box_rows, chunk = store.buffer.shape
+    address = tirx.address_of(tirx.BufferLoad(store.buffer, [_int(0)] * 3))
+    key_tile = events.key_tile() if ring != events.Q else _int(0)
+    row = row + tirx.max(1 - size_rows, _int(0))  # an empty tensor is described as one row, which must not be read
+    return events.bulk_load(_int(ring), address, load.source.data, size_rows, heads, size_batch, box_rows, size_channels, chunk,
+                            row, head, batch, key_tile)
+
+
+def tensor_map_type():
+    """Type of a variable that holds a tensor map; in a kernel's parameters it stands for the map itself."""
+    return T.handle("tensormap").ty
+
+
+def encode_tensor_map(tensor_map, call):
+    """Host statement that describes the tensor of a bulk_load event by its run-time shape, in a variable.
+
+    Five dimensions from the inside: channel of a chunk, row, chunk, head, batch entry. No dimension may be zero, so an empty tensor
+    counts as one of size one; nothing of it is loaded.
+    """
+    pointer, rows, heads, batch, box_rows, channels, chunk = call.args[3:10]
+    line, wide = int(chunk) * ELEMENT_BYTES, lambda expr: tirx.Cast("int64", expr)
+    rows, heads, batch = (tirx.max(size, _int(1)) for size in (rows, heads, batch))
+    row_bytes = int(channels) * ELEMENT_BYTES
+    dims = [chunk, rows, _int(int(channels) // int(chunk)), heads, batch]
+    strides = [wide(heads) * row_bytes, _int(line), _int(row_bytes), wide(rows) * wide(heads) * row_bytes]
+    box = [chunk, box_rows, _int(int(channels) // int(chunk)), _int(1), _int(1)]
+    element = pointer.ty.element_type
+    allocated = tvm.ir.Call(tvm.ir.Op.get("tirx.tvm_stack_alloca"), [tvm.ir.StringImm("tensormap"), _int(1)], None, ret_ty=tensor_map.ty)
+    encoded = tirx.call_packed(
+        "runtime.cuTensorMapEncodeTiled", tensor_map, tvm.ir.StringImm(str(element.dtype)), _int(len(dims)), pointer, *dims, *strides,
+        *box, *[_int(1)] * len(dims), _int(INTERLEAVE_NONE), _int(SWIZZLE[line]), _int(PROMOTE), _int(FILL_ZERO))
+    return tirx.SeqStmt([tirx.Bind(tensor_map, allocated), tirx.Evaluate(encoded)])
+
+
+def load_instruction(tensor_map, call, address, barrier):
+    """The TMA instruction of a bulk_load event: one box [1, 1, chunks, rows, chunk] to a shared address, counted by a barrier."""
+    row, head, batch = call.args[10:13]
+    return T.ptx["cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"](
+        address, tirx.address_of(tensor_map), 0, row, 0, head, batch, barrier)
+
+
+def box_bytes(call):
+    """Bytes that a bulk_load event brings."""
+    return int(call.args[7]) * int(call.args[8]) * ELEMENT_BYTES

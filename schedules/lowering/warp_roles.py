@@ -1,0 +1,347 @@
+"""Warps with roles: one warpgroup loads tiles, the others compute with them (FlashAttention-3, section 3.1).
+
+Until here a kernel is one program for the warps that compute, with bulk loads and other events (schedules.intrinsics.events) in the places
+where their tiles are needed. `split_roles` cuts this program in two: the loader keeps the loads and the loops around them, the consumers
+keep the rest. What holds them together are rings: K and V have `stages` copies in shared memory, each with a barrier that says "full" and
+one that says "empty"; Q is a ring of one. A tile's number modulo `stages` is its copy, its number divided by `stages` the turn, whose
+last bit is the phase to wait for.
+"""
+import tvm
+import tvm_ffi
+from tvm import s_tir, tirx
+from tvm.script import tirx as T
+
+from schedules.intrinsics import events
+from schedules.lowering import bulk_loads, order_of_work
+from schedules.lowering.rewrite import FULL_WARP, function_pass, is_call, substitute
+
+#: Annotations of block `attn`, and attributes of the function later.
+STAGES, QUERY_STAGES, PING_PONG = "flashtir.stages", "flashtir.query_stages", "flashtir.ping_pong"
+ORDER_OF_WORK = "flashtir.order_of_work"
+KNOBS = (STAGES, QUERY_STAGES, PING_PONG, ORDER_OF_WORK)
+#: Mark of the loop over the work tiles of a block, where the grid is persistent.
+WAVES = "pragma_flashtir_waves"
+
+WARP, GROUP_WARPS = 32, 4
+GROUP = WARP * GROUP_WARPS
+BARRIER_BYTES = 8
+#: Consumer warpgroups -> registers per thread of the loader and of a consumer, together within 64 Ki (FlashAttention-3's choice).
+_REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+
+
+def registers(groups):
+    """Registers per thread (loader, consumer) with this many consumer warpgroups."""
+    return _REGISTERS[groups]
+
+
+@function_pass("flashtir.ReadRoles")
+def read_roles(func):
+    """Move the plan's annotations from block `attn`, which lowering dissolves, to the function."""
+    sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
+    attn = sch.get_sblock("attn")
+    marks = sch.get(attn).annotations
+    found = {knob: int(marks[knob]) for knob in KNOBS if knob in marks}
+    for knob in found:
+        sch.unannotate(attn, knob)
+    func = sch.mod["main"]
+    for knob, value in found.items():
+        func = func.with_attr(knob, value)
+    return func
+
+
+@function_pass("flashtir.SplitRoles")
+def split_roles(func):
+    """Cut a kernel with events in two, for a loader warpgroup behind the consumer warpgroups, and turn its events into barriers.
+
+    The warps of the kernel, threadIdx.y, become four more. Inside a loop over work tiles (a persistent grid) the rings run on from tile to
+    tile: the loader is at the next tile while the consumers finish this one.
+    """
+    if STAGES not in func.attrs:
+        return func
+
+    def launch(mark):
+        if _thread_tag(mark) != "blockIdx.x":
+            return mark
+        roles, kernel = _launch(func, mark)
+        return _sequence([*(bulk_loads.encode_tensor_map(roles.maps[ring], call) for ring, call in roles.loads.items()), kernel])
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, launch)))
+
+
+def _thread_tag(mark):
+    return str(mark.node.thread_tag) if mark.attr_key == "thread_extent" else None
+
+
+def _number(value, dtype="int32"):
+    return tirx.const(value, dtype)
+
+
+def _launch(func, grid):
+    """The roles of a kernel, and its AttrStmt of blockIdx.x with them inside."""
+    program = grid.body
+    threads = {}
+
+    def strip(mark):
+        if _thread_tag(mark) in ("threadIdx.x", "threadIdx.y"):
+            threads[_thread_tag(mark)] = mark
+            return mark.body
+        return mark
+
+    program = _flat(tvm_ffi.structural_map(program, (tirx.AttrStmt, strip)))
+    allocations = [stmt for stmt in program if isinstance(stmt, tirx.AllocBuffer)]
+    program = [stmt for stmt in program if not isinstance(stmt, tirx.AllocBuffer)]
+    roles = _Roles(func, grid, program, threads)
+    body = roles.block()
+    for tag, extent in (("threadIdx.y", roles.warps + GROUP_WARPS), ("threadIdx.x", WARP)):
+        old = threads[tag].node
+        axis = tirx.IterVar(tvm.ir.Range(0, extent), old.var, old.iter_type, old.thread_tag)
+        body = tirx.AttrStmt(axis, "thread_extent", _number(extent), body)
+    # One block on a multiprocessor: the register count at entry then leaves room for setmaxnreg.
+    body = tirx.AttrStmt(_number(0), "tirx.launch_bounds_min_blocks_per_sm", _number(1), body)
+    body, allocations = roles.place_tiles(body, allocations)
+    body = tirx.SeqStmt([*allocations, body])
+    return roles, tirx.AttrStmt(grid.node, grid.attr_key, grid.value, body)
+
+
+def _flat(stmt):
+    """Statements of nested sequences, one list."""
+    return [inner for part in stmt.seq for inner in _flat(part)] if isinstance(stmt, tirx.SeqStmt) else [stmt]
+
+
+def _sequence(stmts):
+    stmts = [inner for stmt in stmts for inner in _flat(stmt)]
+    return stmts[0] if len(stmts) == 1 else tirx.SeqStmt(stmts)
+
+
+def _events_in(stmts, name):
+    """Calls of one event, in program order."""
+    found = []
+    for stmt in stmts:
+        tvm_ffi.structural_walk(stmt, (tvm.ir.Call, lambda call: found.append(call) if events.name_of(call) == name else None))
+    return found
+
+
+def _release_queries(work):
+    """A work tile's statements with an event behind the key loop: the scores are all computed, so the next tile's queries may come."""
+    last = max(n for n, stmt in enumerate(work) if _events_in([stmt], "wait_scores"))
+    event = tirx.Evaluate(tirx.call_extern("int32", events.PREFIX + "release", _number(events.Q), _number(0)))
+    return [*work[:last + 1], event, *work[last + 1:]]
+
+
+def _keys_first(work):
+    """A work tile's statements with the queries loaded behind the first keys: these find room while the queries still wait for theirs."""
+    loads = [n for n, stmt in enumerate(work) if isinstance(stmt, tirx.Evaluate) and events.name_of(stmt.value) == "bulk_load"]
+    queries, keys = loads[:2]
+    return [*work[:queries], *work[queries + 1:keys + 1], work[queries], *work[keys + 1:]]
+
+
+class _Roles:
+    """The two roles of one kernel."""
+
+    def __init__(self, func, grid, program, threads):
+        self.grid, self.program, self.waves = grid, program, None
+        if len(program) == 1 and isinstance(program[0], tirx.AttrStmt) and program[0].attr_key == WAVES:
+            self.waves = program[0].body
+        self.stages, self.query_stages, self.ping_pong, self.order_of_work = (int(func.attrs[knob]) for knob in KNOBS)
+        self.lane, self.thread_warp = (threads[tag].node.var for tag in ("threadIdx.x", "threadIdx.y"))
+        self.warps = int(threads["threadIdx.y"].value)
+        self.groups = self.warps // GROUP_WARPS
+        self.warp = tirx.Var("warp", "int32")
+        self.loads = {int(call.args[1]): call for call in _events_in(program, "bulk_load")}
+        self.maps = {ring: tirx.Var(f"{events.RINGS[ring]}_map", bulk_loads.tensor_map_type()) for ring in self.loads}
+        self.tile_bytes = {ring: bulk_loads.box_bytes(call) for ring, call in self.loads.items()}
+        barriers = 2 * sum(map(self.copies, self.loads)) * BARRIER_BYTES
+        elements = self.offset(None) + barriers // bulk_loads.ELEMENT_BYTES
+        self.shared = tirx.decl_buffer((elements,), self.loads[events.Q].args[2].args[0].source.dtype, "shared", scope="shared.dyn")
+
+    def block(self):
+        """What all threads of a block do."""
+        loader, consumer = (registers(self.groups))
+        lead = tirx.And(tirx.EQ(self.thread_warp, _number(self.warps)), tirx.EQ(self.lane, _number(0)))
+        load = tirx.SeqStmt([_evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](loader)),
+                             tirx.IfThenElse(lead, self.program_of(True), None)])
+        compute = _sequence([_evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](consumer)), *self.first_turn(),
+                             self.program_of(False), *self.last_turn()])
+        shuffled = T.cuda._shfl_sync(_number(FULL_WARP, "uint32"), self.thread_warp, 0, WARP)
+        return _sequence([
+            self.initialise(), _evaluate(T.cuda.cta_sync()),
+            tirx.Bind(self.warp, shuffled),  # the same in all lanes, which the compiler cannot know of threadIdx.y
+            tirx.IfThenElse(tirx.GE(self.warp, _number(self.warps)), load, compute)])
+
+    def initialise(self):
+        """One thread sets up the barriers: a full one waits for the loader's thread, an empty one for each consumer warpgroup."""
+        inits = []
+        for ring in self.loads:
+            for copy in range(self.copies(ring)):
+                for empty in (0, 1):
+                    address = self.barrier(ring, _number(copy), empty)
+                    inits.append(_evaluate(T.ptx.mbarrier.init.shared.b64(address, _number(self.groups if empty else 1, "uint32"))))
+        first = tirx.And(tirx.EQ(self.thread_warp, _number(0)), tirx.EQ(self.lane, _number(0)))
+        return tirx.IfThenElse(first, tirx.SeqStmt([*inits, _evaluate(T.ptx.fence.proxy.async_.shared__cta())]), None)
+
+    def offset(self, ring):
+        """First element of a ring in shared memory; for None the first behind all of them. Boxes are whole swizzle periods of 1 KiB."""
+        before = [other for other in self.loads if ring is None or other < ring]
+        return sum(self.tile_bytes[other] * self.copies(other) for other in before) // bulk_loads.ELEMENT_BYTES
+
+    def copies(self, ring):
+        return self.query_stages if ring == events.Q else self.stages
+
+    def barrier(self, ring, copy, empty):
+        """Shared address of a barrier: for each ring first the full ones, then the empty ones."""
+        first = 2 * sum(self.copies(other) for other in self.loads if other < ring)
+        index = copy + (first + empty * self.copies(ring))
+        base = T.cuda.cvta_generic_to_shared(tirx.address_of(tirx.BufferLoad(self.shared, [_number(self.offset(None))])))
+        return base + tirx.Cast("uint32", index * BARRIER_BYTES)
+
+    def program_of(self, loads):
+        """One role's program over all work tiles of the block."""
+        if self.waves is None:
+            return self.cut(_sequence(self.program), loads, _number(0), _number(0))
+        # Rings run on from one work tile to the next: these count the key tiles and the work tiles before this one.
+        counts = tirx.decl_buffer((2,), "int32", "counts", scope="local")
+        keys, tiles = (tirx.BufferLoad(counts, [_number(place)]) for place in (0, 1))
+        loop, guard = self.waves, self.waves.body
+        work = _flat(guard.then_case if isinstance(guard, tirx.IfThenElse) else guard)
+        last_key_tile = _events_in(work, "wait_full")[-1].args[-1]
+        work = _release_queries(_keys_first(work))
+        body = _sequence([self.cut(_sequence(work), loads, keys, tiles), tirx.BufferStore(counts, keys + last_key_tile + 1, [_number(0)]),
+                          tirx.BufferStore(counts, tiles + 1, [_number(1)])])
+        if isinstance(guard, tirx.IfThenElse):
+            body = tirx.IfThenElse(guard.condition, body, None)
+        block, wave, blocks = self.grid.node.var, loop.loop_var, int(self.grid.value)
+        rows, heads, batch, box_rows = self.loads[events.Q].args[4:8]
+        query_tiles = tirx.truncdiv(rows + (box_rows - 1), box_rows)
+        dealt = order_of_work.deal(self.order_of_work, wave, block, blocks, batch * heads, query_tiles)
+        number = tirx.Var("tile", "int32")
+        body = _sequence([tirx.Bind(number, T.cuda.func_call("flashtir_once", dealt, source_code=ONCE, return_type="int32")),
+                          substitute(body, {block: number - wave * blocks})])
+        return _sequence([tirx.AllocBuffer(counts), *(tirx.BufferStore(counts, _number(0), [_number(place)]) for place in (0, 1)),
+                          tirx.For(wave, loop.min, loop.extent, loop.kind, body, None, {"disable_unroll": True}, loop.step)])
+
+    def cut(self, stmt, loads, done, tiles):
+        """The loads of a statement, or all but the loads, with events expanded; None where nothing is left.
+
+        done   key tiles of the work tiles before
+        tiles  work tiles before
+        """
+        if isinstance(stmt, tirx.SeqStmt):
+            parts = [part for part in (self.cut(part, loads, done, tiles) for part in stmt.seq) if part is not None]
+            return _sequence(parts) if parts else None
+        if isinstance(stmt, tirx.For):
+            body = self.cut(stmt.body, loads, done, tiles)
+            # Unrolled, the loader's loop would need more registers than it keeps.
+            annotations = {"disable_unroll": True} if loads else stmt.annotations
+            return body and tirx.For(stmt.loop_var, stmt.min, stmt.extent, stmt.kind, body, None, annotations, stmt.step)
+        if isinstance(stmt, tirx.IfThenElse):
+            then, other = (case and self.cut(case, loads, done, tiles) for case in (stmt.then_case, stmt.else_case))
+            return tirx.IfThenElse(stmt.condition, then or _evaluate(0), other) if then or other else None
+        if isinstance(stmt, tirx.AttrStmt):
+            body = self.cut(stmt.body, loads, done, tiles)
+            return body and tirx.AttrStmt(stmt.node, stmt.attr_key, stmt.value, body)
+        name = events.name_of(stmt.value) if isinstance(stmt, tirx.Evaluate) else None
+        if (name == "bulk_load") != loads:
+            return None
+        return self.expand(stmt, name, done, tiles)
+
+    def expand(self, stmt, name, done, tiles):
+        """A statement with events as barriers."""
+        if name is not None:
+            arguments = stmt.value.args[1:]
+            return _sequence([_evaluate(call) if not isinstance(call, tirx.Stmt) else call
+                              for call in getattr(self, name)(done, tiles, *arguments)] or [_evaluate(0)])
+
+        def inner(call):
+            called = events.name_of(call)
+            return call if called is None else getattr(self, called)(done, tiles, *call.args[1:])
+        stmt = tvm_ffi.structural_map(stmt, (tvm.ir.Call, inner))
+        return substitute(stmt, {self.thread_warp: self.warp})
+
+    def turn(self, ring, done, tiles, key_tile):
+        """(copy, phase) of a ring for a key tile of this work tile, or for its queries."""
+        number, copies = tiles if ring == events.Q else done + key_tile, _number(self.copies(ring))
+        return tirx.truncmod(number, copies), tirx.truncmod(tirx.truncdiv(number, copies), _number(2))
+
+    def bulk_load(self, done, tiles, ring, pointer, *rest):
+        call = self.loads[int(ring)].op and tvm.ir.Call(self.loads[int(ring)].op, [self.loads[int(ring)].args[0], ring, pointer, *rest], None,
+                                                       ret_ty=self.loads[int(ring)].ty)
+        ring, key_tile = int(ring), rest[-1]
+        copy, phase = self.turn(ring, done, tiles, key_tile)
+        full, bytes_ = self.barrier(ring, copy, 0), self.tile_bytes[ring]
+        address = T.cuda.cvta_generic_to_shared(pointer) + tirx.Cast("uint32", copy * bytes_)
+        return [T.cuda.mbarrier_wait(self.barrier(ring, copy, 1), 1 - phase),
+                T.ptx.mbarrier.arrive.expect_tx.shared.b64(full, _number(bytes_, "uint32")),
+                bulk_loads.load_instruction(self.maps[ring], call, address, full)]
+
+    def wait_full(self, done, tiles, ring, key_tile):
+        ring = int(ring)
+        copy, phase = self.turn(ring, done, tiles, key_tile)
+        first = isinstance(key_tile, tirx.IntImm) and ring == events.K
+        return [*(self.wait_full(done, tiles, events.Q, _number(0)) if first else []),
+                T.cuda.mbarrier_wait(self.barrier(ring, copy, 0), phase)]
+
+    def release(self, done, tiles, ring, key_tile):
+        copy, _phase = self.turn(int(ring), done, tiles, key_tile)
+        lead = tirx.And(tirx.EQ(self.warp % GROUP_WARPS, _number(0)), tirx.EQ(self.lane, _number(0)))
+        arrive = T.ptx.mbarrier.arrive.shared.b64(self.barrier(int(ring), copy, 1), _number(1, "uint32"))
+        return [tirx.IfThenElse(lead, _evaluate(arrive), None)]
+
+    def slot_bytes(self, done, tiles, ring, key_tile):
+        return self.turn(int(ring), done, tiles, key_tile)[0] * self.tile_bytes[int(ring)]
+
+    def group_bytes(self, done, tiles, rows_bytes):
+        return self.warp % GROUP_WARPS * rows_bytes
+
+    def wait_scores(self, done, tiles, key_tile):
+        # The peeled first tile has no product in front of it.
+        return [T.ptx.wgmma.wait_group.sync.aligned(0 if isinstance(key_tile, tirx.IntImm) else 1)]
+
+    def take_turn(self, done, tiles):
+        return [self.named_barrier("sync", self.warp // GROUP_WARPS)] if self.takes_turns else []
+
+    def pass_turn(self, done, tiles):
+        following = tirx.truncmod(self.warp // GROUP_WARPS + 1, _number(self.groups))
+        return [self.named_barrier("arrive", following)] if self.takes_turns else []
+
+    @property
+    def takes_turns(self):
+        return self.ping_pong and self.groups > 1
+
+    def named_barrier(self, action, group):
+        """A barrier of the group that waits and the one that lets it go; number 0 is that of the whole block."""
+        return getattr(T.ptx.bar, action)(tirx.Cast("uint32", group + 1), _number(2 * GROUP, "uint32"))
+
+    def first_turn(self):
+        """The last group gives the first one its turn."""
+        if not self.takes_turns:
+            return []
+        last = tirx.EQ(self.warp // GROUP_WARPS, _number(self.groups - 1))
+        return [tirx.IfThenElse(last, _evaluate(self.named_barrier("arrive", _number(0))), None)]
+
+    def last_turn(self):
+        """The turn that nobody takes any more: no barrier may be left with threads that have arrived."""
+        if not self.takes_turns:
+            return []
+        return [tirx.IfThenElse(tirx.LT(self.warp, _number(GROUP_WARPS)), _evaluate(self.named_barrier("sync", _number(0))), None)]
+
+    def place_tiles(self, body, allocations):
+        """The body with all shared tiles in one buffer, behind each other, and the allocations that are left.
+
+        One buffer, since the merging of shared allocations does not see that the address of a tile is taken.
+        """
+        offsets = {ring: self.offset(ring) for ring in self.loads}
+        tiles = {ring: call.args[2].args[0].source for ring, call in self.loads.items()}
+
+        def place(load):
+            ring = next((ring for ring, tile in tiles.items() if tile.same_as(load.source)), None)
+            return load if ring is None else tirx.BufferLoad(self.shared, [load.indices[0] + offsets[ring]])
+        kept = [stmt for stmt in allocations if not any(stmt.buffer.same_as(tile) for tile in tiles.values())]
+        return tvm_ffi.structural_map(body, (tvm.ir.TensorLoad, place)), [*kept, tirx.AllocBuffer(self.shared)]
+
+
+#: Hides an expression behind a call, so that it is computed where it stands and not wherever its value is used.
+ONCE = "__device__ __forceinline__ int flashtir_once(int value) { return value; }\n"
+
+
+def _evaluate(value):
+    return tirx.Evaluate(tirx.const(value, "int32") if isinstance(value, int) else value)

@@ -1,0 +1,38 @@
+"""Pipeline `flashtir_wgmma`: the shared pass list with bulk loads in front, and the split of the warps' roles behind.
+
+As in flashtir_mma there is no common-subexpression pass and no unrolling by TVM. The first tile, which the software pipeline peels, is always
+masked: that is right for every tile, and a branch in it would make the compiler serialise the products.
+"""
+from tvm import s_tir, tirx
+
+from schedules.lowering import pass_lists, rewrite
+from schedules.lowering.bulk_loads import lower_bulk_loads
+from schedules.lowering.software_pipeline import expand_overlapped_order
+from schedules.lowering.warp_roles import read_roles, split_roles
+from schedules.lowering.wide_stores import wide_stores
+
+#: Pass configuration that goes with the pipeline.
+CONFIG = {"tirx.UnrollLoop": {"explicit_unroll": False, "auto_max_step": 0},
+          "s_tir.HoistExpression": {"hoisted_conditionals": 9, "hoisted_let_bindings": 0}}
+
+pass_lists.register("flashtir_wgmma", [
+    expand_overlapped_order(),
+    read_roles(),
+    lower_bulk_loads(),
+    *pass_lists.blocks_to_loops(),
+    *pass_lists.flatten(),
+    *pass_lists.split_key_loop([rewrite.split_masked_tiles(), rewrite.mask_peeled_tile()]),
+    *pass_lists.loops_to_statements(),
+    split_roles(),
+    tirx.transform.ConvertSSA(),
+    *pass_lists.statements_to_function(),
+], device=[
+    rewrite.lower_all_warp_memory(),
+    rewrite.full_warp_mask(),
+    rewrite.skip_rescale(),
+    wide_stores(),
+    tirx.transform.ConvertSSA(),
+    tirx.transform.StmtSimplify(),
+    rewrite.hoist_divisions(),  # last: StmtSimplify puts the value of a binding back where it is used
+    rewrite.truncated_division(),
+])

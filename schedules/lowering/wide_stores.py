@@ -1,0 +1,74 @@
+"""Stores of 16 bytes from accumulators, where a lane holds pairs of neighbours only.
+
+In the accumulator layout the four lanes of a quad hold, of each block of eight columns, two each; stored as they lie, a warp writes 8 rows
+of 16 bytes at once, half of a memory sector each. The lanes exchange what they hold of four blocks, a transposition of 4 x 4 registers in
+two steps of a butterfly, and each then stores one whole block.
+"""
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.script import tirx as T
+from tvm.sym import Analyzer
+
+from schedules.lowering.rewrite import function_pass, substitute
+
+#: Mark of the loop over the four blocks of a lane's columns, with the loop over the pair inside.
+WIDE_STORE = "pragma_flashtir_wide_store"
+QUAD, BLOCK, PAIR = 4, 8, 2
+
+_SOURCE = """\
+__device__ __forceinline__ unsigned flashtir_pack_%(kind)s(float low, float high) {
+  unsigned both;
+  asm("cvt.rn.%(kind)sx2.f32 %%0, %%1, %%2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+__device__ __forceinline__ void flashtir_store_%(kind)s(void *to, int lane, bool wanted, float a0, float a1, float b0, float b1, float c0,
+                                                     float c1, float d0, float d1) {
+  unsigned a = flashtir_pack_%(kind)s(a0, a1), b = flashtir_pack_%(kind)s(b0, b1);
+  unsigned c = flashtir_pack_%(kind)s(c0, c1), d = flashtir_pack_%(kind)s(d0, d1);
+  bool odd = lane & 1, upper = lane & 2;
+  unsigned ab = __shfl_xor_sync(0xffffffffu, odd ? a : b, 1), cd = __shfl_xor_sync(0xffffffffu, odd ? c : d, 1);
+  a = odd ? ab : a, b = odd ? b : ab, c = odd ? cd : c, d = odd ? d : cd;
+  unsigned ac = __shfl_xor_sync(0xffffffffu, upper ? a : c, 2), bd = __shfl_xor_sync(0xffffffffu, upper ? b : d, 2);
+  if (wanted) *(uint4 *)to = upper ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
+}
+"""
+_KIND = {"float16": "f16", "bfloat16": "bf16"}
+
+
+@function_pass("flashtir.WideStores")
+def wide_stores(func):
+    """Turn each marked nest `for block in 4: for pair in 2: [if row exists:] out[..] = cast(value)` into an exchange and one store."""
+    lanes = {}
+
+    def remember(mark):
+        if mark.attr_key == "thread_extent":
+            lanes[str(mark.node.thread_tag)] = mark.node.var
+
+    tvm_ffi.structural_walk(func.body, (tirx.AttrStmt, remember))
+
+    def widen(mark):
+        return _exchange(mark.body, lanes["threadIdx.x"]) if mark.attr_key == WIDE_STORE else mark
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, widen)))
+
+
+def _exchange(nest, lane):
+    loops, stores, guards = [], [], []
+    tvm_ffi.structural_walk(
+        nest, ((tirx.For, loops.append), (tirx.BufferStore, stores.append), (tirx.IfThenElse, guards.append)), order="pre")
+    block, pair = (loop.loop_var for loop in loops)
+    store = stores[0]
+
+    def at(expr, *place):
+        values = {var: tirx.IntImm("int32", value) for var, value in zip((block, pair), place)}
+        return tvm_ffi.structural_map(substitute(expr, values), (tvm.ir.TensorLoad, lambda load: tirx.BufferLoad(
+            load.source, [Analyzer().simplify(index) for index in load.indices])))
+
+    values = [at(store.value.value, b, p) for b in range(QUAD) for p in range(PAIR)]
+    wanted = guards[0].condition if guards else tirx.const(True, "bool")
+    # Lane q of the quad stores block q: eight columns a block, where it held two of each.
+    index = at(store.indices[0], 0, 0) + lane % QUAD * (BLOCK - PAIR)
+    kind = _KIND[str(store.buffer.dtype)]
+    return tirx.Evaluate(T.cuda.func_call(f"flashtir_store_{kind}", tirx.address_of(tirx.BufferLoad(store.buffer, [index])), lane % QUAD,
+                                          wanted, *values, source_code=_SOURCE % {"kind": kind}))

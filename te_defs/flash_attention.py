@@ -29,7 +29,7 @@ SCORE_MIN = -(2.0**100)
 SCALE_MIN = 2.0**-100
 
 
-def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_scale=False):
+def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_scale=False, max_slack=0):
     """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale) -> None.
 
     B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm. Rows that see no
@@ -45,7 +45,7 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         raise ValueError(f"row_lanes must be 1 or 4, found {row_lanes}: choose one of these")
     mask, dtype = MASKS[workload.mask], workload.dtype
     D, DV, LANES = workload.head_dim, workload.value_dim, row_lanes
-    QUAD = row_lanes == 4
+    QUAD, SLACK = row_lanes == 4, max_slack > 0
     PAIR = 2 if QUAD else 1  # columns of a lane that stand side by side
     STEPS = kv_tile // (LANES * PAIR)
 
@@ -151,10 +151,23 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                                     with T.sblock("pair_max"):
                                         vi, vl = T.axis.remap("SS", [i, l])
                                         quad_max[vi, vl] = T.max(tile_max[vi, vl], tile_max[vi, (vl + 1) % 4])
-                                for i, l in T.grid(q_tile, LANES):
-                                    with T.sblock("row_max_new"):
-                                        vi, vl = T.axis.remap("SS", [i, l])
-                                        row_max_new[vi, vl] = T.max(row_max[vi, vl], T.max(quad_max[vi, vl], quad_max[vi, (vl + 2) % 4]))
+                                if SLACK:
+                                    row_max_seen = T.sblock_alloc_buffer((q_tile, LANES), "float32")
+                                    for i, l in T.grid(q_tile, LANES):
+                                        with T.sblock("row_max_seen"):
+                                            vi, vl = T.axis.remap("SS", [i, l])
+                                            row_max_seen[vi, vl] = T.max(row_max[vi, vl], T.max(quad_max[vi, vl], quad_max[vi, (vl + 2) % 4]))
+                                    for i, l in T.grid(q_tile, LANES):
+                                        with T.sblock("row_max_new"):
+                                            vi, vl = T.axis.remap("SS", [i, l])
+                                            row_max_new[vi, vl] = T.if_then_else(
+                                                (row_max_seen[vi, vl] - row_max[vi, vl]) * scale_log2 > T.float32(max_slack),
+                                                row_max_seen[vi, vl], row_max[vi, vl])
+                                else:
+                                    for i, l in T.grid(q_tile, LANES):
+                                        with T.sblock("row_max_new"):
+                                            vi, vl = T.axis.remap("SS", [i, l])
+                                            row_max_new[vi, vl] = T.max(row_max[vi, vl], T.max(quad_max[vi, vl], quad_max[vi, (vl + 2) % 4]))
                             else:
                                 for i, l in T.grid(q_tile, LANES):
                                     with T.sblock("row_max_new"):

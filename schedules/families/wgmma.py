@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import statistics_layout
-from schedules.lowering import bulk_loads, rewrite, software_pipeline, warp_roles, wgmma_pipeline
+from schedules.lowering import bulk_loads, polynomial_exp2, rewrite, software_pipeline, warp_roles, wgmma_pipeline
 from schedules.plan import Budget, Plan, fitting, require
 from schedules.stages import loops_of, own_fragment, own_statistics, own_wide_rows, unroll_all
 from te_defs.flash_attention import flash_attention_forward
@@ -55,6 +55,7 @@ class WgmmaPlan(Plan):
     query_stages    copies of the Q tile: with 2 the next tile's queries come while this one is computed
     ping_pong       1: consumer warpgroups take turns at issuing products
     lazy_rescale    1: skip the rescale of O when no row of the warp has a new maximum
+    hold            1: keep the exponentials in front of the wait for the output's product, beside which they are to run
     order           execution order of the key loop's statements, an index into software_pipeline.OVERLAPPED_ORDERS
     """
 
@@ -64,6 +65,8 @@ class WgmmaPlan(Plan):
     query_stages: int = 1
     ping_pong: int = 1
     lazy_rescale: int = 0
+    hold: int = 1
+    polynomial_share: int = 0
     order: int = 0
 
     @property
@@ -130,7 +133,12 @@ def compiler_options(plan):
 def declare(workload, plan, negative_scale=False):
     """The plain function at the plan's tile, with statistics per lane of a quad; makes the intrinsics known that it will need."""
     intrinsics.register(workload.dtype, plan.q_tile, plan.kv_tile, workload.head_dim, workload.value_dim)
-    return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, row_lanes=4, negative_scale=negative_scale)
+    return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, row_lanes=4, negative_scale=negative_scale,
+                                   max_slack=8 * plan.lazy_rescale)
+
+
+def statistics_of(plan):
+    return STATISTICS + (("row_max_seen",) if plan.lazy_rescale else ())
 
 
 def place_buffers(sch, plan):
@@ -144,7 +152,7 @@ def place_buffers(sch, plan):
     sch.cache_read("S_masked", 0, "warp")
     for block in LOADS:
         sch.set_scope(block, 0, "shared.dyn")
-    for block in ("O_acc_init", "S", "S_masked", "P", "P_cast", "O_acc_new", *STATISTICS):
+    for block in ("O_acc_init", "S", "S_masked", "P", "P_cast", "O_acc_new", *statistics_of(plan)):
         sch.set_scope(block, 0, "warp")
 
 
@@ -161,7 +169,7 @@ def lay_out_accumulators(sch, plan):
         sch.transform_layout(block, ("write", 0), intrinsics.accumulator_layout)
     for block in (READY, "O_acc"):
         sch.transform_layout(block, ("read", 0), intrinsics.accumulator_layout)
-    for block in STATISTICS:
+    for block in statistics_of(plan):
         sch.transform_layout(block, ("write", 0), statistics_layout)
 
 
@@ -222,7 +230,7 @@ def bind_accumulators(sch, plan):
     for block in ("O_acc_init", "S_masked", "P", "P_cast"):
         own_fragment(sch, block, plan.warps)
     own_wide_rows(sch, "O", plan.warps)
-    for block in (*STATISTICS, "row_max", "row_sum", "LSE"):
+    for block in (*statistics_of(plan), "row_max", "row_sum", "LSE"):
         own_statistics(sch, block, plan.warps)
 
 
@@ -277,11 +285,13 @@ def overlap(sch, plan):
         attn
     """
     attn = sch.get_sblock("attn")
-    sch.annotate(attn, software_pipeline.OVERLAPPED_ORDER, plan.order)
+    sch.annotate(attn, software_pipeline.OVERLAPPED_ORDER, 3 if plan.lazy_rescale else 0)
     sch.annotate(attn, warp_roles.STAGES, plan.stages)
     sch.annotate(attn, warp_roles.PING_PONG, plan.ping_pong)
     sch.annotate(attn, warp_roles.QUERY_STAGES, plan.query_stages)
     sch.annotate(attn, warp_roles.ORDER_OF_WORK, plan.order_of_work)
+    sch.annotate(loops_of(sch, "P")[3], polynomial_exp2.POLYNOMIAL_SHARE, plan.polynomial_share)
+    sch.annotate(loops_of(sch, "row_sum_new")[-1], rewrite.HOLD, plan.hold)
 
 
 STAGES = (place_buffers, lay_out_accumulators, lay_out_boxes, tile_products, bind_grid, bind_accumulators, bind_products,

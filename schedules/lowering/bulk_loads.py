@@ -19,6 +19,9 @@ ELEMENT_BYTES = 2
 #: cuTensorMapEncodeTiled: no interleave, swizzle of 64 or 128 bytes, L2 promotion of 128 bytes, zeros past the end.
 INTERLEAVE_NONE, SWIZZLE, PROMOTE, FILL_ZERO = 0, {64: 2, 128: 3}, 2, 0
 
+#: Cache policies as `createpolicy.fractional.L2` makes them: queries are read once, keys and values by every query tile.
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
+
 
 class BulkLoadError(ValueError):
     """A block that the tensor memory accelerator cannot copy."""
@@ -91,13 +94,14 @@ def tensor_map_type():
     return T.handle("tensormap").ty
 
 
-def encode_tensor_map(tensor_map, call):
+def encode_tensor_map(tensor_map, call, stand_in):
     """Host statement that describes the tensor of a bulk_load event by its run-time shape, in a variable.
 
     Five dimensions from the inside: channel of a chunk, row, chunk, head, batch entry. No dimension may be zero, so an empty tensor
-    counts as one of size one; nothing of it is loaded.
+    counts as one of size one; nothing of it is loaded, but the address must be one of the device: that of `stand_in`.
     """
     pointer, rows, heads, batch, box_rows, channels, chunk = call.args[3:10]
+    empty = tirx.EQ(rows, _int(0))
     line, wide = int(chunk) * ELEMENT_BYTES, lambda expr: tirx.Cast("int64", expr)
     rows, heads, batch = (tirx.max(size, _int(1)) for size in (rows, heads, batch))
     row_bytes = int(channels) * ELEMENT_BYTES
@@ -106,17 +110,20 @@ def encode_tensor_map(tensor_map, call):
     box = [chunk, box_rows, _int(int(channels) // int(chunk)), _int(1), _int(1)]
     element = pointer.ty.element_type
     allocated = tvm.ir.Call(tvm.ir.Op.get("tirx.tvm_stack_alloca"), [tvm.ir.StringImm("tensormap"), _int(1)], None, ret_ty=tensor_map.ty)
-    encoded = tirx.call_packed(
-        "runtime.cuTensorMapEncodeTiled", tensor_map, tvm.ir.StringImm(str(element.dtype)), _int(len(dims)), pointer, *dims, *strides,
-        *box, *[_int(1)] * len(dims), _int(INTERLEAVE_NONE), _int(SWIZZLE[line]), _int(PROMOTE), _int(FILL_ZERO))
-    return tirx.SeqStmt([tirx.Bind(tensor_map, allocated), tirx.Evaluate(encoded)])
+
+    def encode(address):
+        return tirx.Evaluate(tirx.call_packed(
+            "runtime.cuTensorMapEncodeTiled", tensor_map, tvm.ir.StringImm(str(element.dtype)), _int(len(dims)), address, *dims, *strides,
+            *box, *[_int(1)] * len(dims), _int(INTERLEAVE_NONE), _int(SWIZZLE[line]), _int(PROMOTE), _int(FILL_ZERO)))
+    return tirx.SeqStmt([tirx.Bind(tensor_map, allocated), tirx.IfThenElse(empty, encode(stand_in), encode(pointer))])
 
 
 def load_instruction(tensor_map, call, address, barrier):
     """The TMA instruction of a bulk_load event: one box [1, 1, chunks, rows, chunk] to a shared address, counted by a barrier."""
     row, head, batch = call.args[10:13]
-    return T.ptx["cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"](
-        address, tirx.address_of(tensor_map), 0, row, 0, head, batch, barrier)
+    policy = EVICT_FIRST if int(call.args[1]) == events.Q else EVICT_LAST
+    return T.ptx["cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"](
+        address, tirx.address_of(tensor_map), 0, row, 0, head, batch, barrier, tirx.const(policy, "uint64"))
 
 
 def box_bytes(call):

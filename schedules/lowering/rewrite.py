@@ -5,6 +5,7 @@ import itertools
 import tvm
 import tvm_ffi
 from tvm import tirx
+from tvm.script import tirx as T
 from tvm.sym import Analyzer
 
 FULL_WARP = 0xFFFFFFFF
@@ -121,6 +122,37 @@ def skip_rescale(func):
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, guard)))
 
 
+HOLD = "pragma_flashtir_hold"
+#: Sums of probabilities are never negative, which the compiler cannot know; a not-a-number compares false.
+_HOLD_SOURCE = """\
+__device__ __forceinline__ void flashtir_hold(float sum) {
+  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" :: "f"(sum), "r"(0) : "memory");
+}
+"""
+
+
+@function_pass("flashtir.HoldBack")
+def hold_back(func):
+    """Keep what stands behind a marked nest of sums behind it in machine code too.
+
+    The compiler moves the wait for an asynchronous product up, over arithmetic that does not touch memory, so that the exponentials
+    would no longer run beside the product. An instruction that never executes, but depends on the sums, stands in the way.
+    """
+    def pin(mark):
+        if mark.attr_key != HOLD:
+            return mark
+        if int(mark.value) == 0:
+            return mark.body
+        loops, stores = [], []
+        tvm_ffi.structural_walk(mark.body, ((tirx.For, loops.append), (tirx.BufferStore, stores.append)), order="pre")
+        sums = (tirx.BufferLoad(stores[0].buffer, [substitute(stores[0].indices[0], {loops[0].loop_var: tirx.IntImm("int32", n)})])
+                for n in range(int(loops[0].extent)))
+        call = T.cuda.func_call("flashtir_hold", functools.reduce(lambda a, b: a + b, sums), source_code=_HOLD_SOURCE)
+        return tirx.SeqStmt([mark.body, tirx.Evaluate(call)])
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, pin)))
+
+
 @function_pass("flashtir.FullWarpMask")
 def full_warp_mask(func):
     """Shuffle with the mask of a whole warp: our warps never diverge there, and asking for the active lanes costs an instruction."""
@@ -214,6 +246,26 @@ def hoist_divisions(func):
 
     top = _Quotients(known)
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, at_top)))
+
+
+@function_pass("flashtir.WideIndices")
+def wide_indices(func):
+    """Compute indices into a kernel's arguments with 64 bits: a tensor may have more than 2^31 elements.
+
+    Divisions stay as they are, of numbers that fit; run this behind hoist_divisions.
+    """
+    def wide(index):
+        return tvm_ffi.structural_map(index, (
+            (tirx.Var, lambda var: tirx.Cast("int64", var) if str(var.ty) == "int32" else var),
+            (tirx.IntImm, lambda number: tirx.IntImm("int64", int(number)) if str(number.ty) == "int32" else number)))
+
+    def load(node):
+        return tirx.BufferLoad(node.source, [wide(index) for index in node.indices]) if node.source.scope() == "global" else node
+
+    def store(node):
+        return tirx.BufferStore(node.buffer, node.value, [wide(index) for index in node.indices]) if node.buffer.scope() == "global" else node
+
+    return func.with_body(tvm_ffi.structural_map(func.body, ((tvm.ir.TensorLoad, load), (tirx.BufferStore, store))))
 
 
 def _has_warp_memory(func):

@@ -47,13 +47,24 @@ OVERLAPPED_ORDERS = (
     ("output behind scores", ("K_load", "V_load", "S_init", "S", "O_acc_new", "S_ready", "S_masked", "tile_max", "pair_max", "row_max_new",
                               "rescale", "row_max_scaled", "P", "tile_sum", "row_sum_new", "O_acc", "O_init", "P_cast", "row_max",
                               "row_sum")),
+    ("row sum behind the output", ("K_load", "V_load", "S_init", "S", "O_acc_new", "S_ready", "S_masked", "tile_max", "pair_max", "row_max_new",
+                              "rescale", "row_max_scaled", "P", "O_acc", "O_init", "tile_sum", "row_sum_new", "P_cast", "row_max",
+                              "row_sum")),
+    ("row sum last", ("K_load", "V_load", "S_init", "S", "O_acc_new", "S_ready", "S_masked", "tile_max", "pair_max", "row_max_new",
+                              "rescale", "row_max_scaled", "P", "O_acc", "P_cast", "O_init", "tile_sum", "row_sum_new", "row_max",
+                              "row_sum")),
 )
 
 
 def overlapped_lists(order):
     """TVM's (stage, order) lists of an overlapped order by index."""
+    lazy, order = order == 3, 0 if order == 3 else order
     executed = OVERLAPPED_ORDERS[order][1]
-    return [int(name in A_TILE_LATER) for name in OVERLAPPED_STATEMENTS], [executed.index(name) for name in OVERLAPPED_STATEMENTS]
+    statements = OVERLAPPED_STATEMENTS
+    if lazy:
+        put = lambda names: tuple(x for name in names for x in (("row_max_seen", name) if name == "row_max_new" else (name,)))
+        executed, statements = put(executed), put(statements)
+    return [int(name in A_TILE_LATER) for name in statements], [executed.index(name) for name in statements]
 
 
 def _expand(func, mark, lists, annotations=()):

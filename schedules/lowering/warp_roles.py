@@ -63,7 +63,7 @@ def split_roles(func):
         if _thread_tag(mark) != "blockIdx.x":
             return mark
         roles, kernel = _launch(func, mark)
-        return _sequence([*(bulk_loads.encode_tensor_map(roles.maps[ring], call) for ring, call in roles.loads.items()), kernel])
+        return _sequence([*(bulk_loads.encode_tensor_map(roles.maps[ring], call, roles.loads[events.Q].args[3]) for ring, call in roles.loads.items()), kernel])
 
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, launch)))
 

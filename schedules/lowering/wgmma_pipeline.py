@@ -7,6 +7,7 @@ from tvm import s_tir, tirx
 
 from schedules.lowering import pass_lists, rewrite
 from schedules.lowering.bulk_loads import lower_bulk_loads
+from schedules.lowering.polynomial_exp2 import share_exponentials
 from schedules.lowering.software_pipeline import expand_overlapped_order
 from schedules.lowering.warp_roles import read_roles, split_roles
 from schedules.lowering.wide_stores import wide_stores
@@ -30,9 +31,12 @@ pass_lists.register("flashtir_wgmma", [
     rewrite.lower_all_warp_memory(),
     rewrite.full_warp_mask(),
     rewrite.skip_rescale(),
+    rewrite.hold_back(),
+    share_exponentials(),
     wide_stores(),
     tirx.transform.ConvertSSA(),
     tirx.transform.StmtSimplify(),
     rewrite.hoist_divisions(),  # last: StmtSimplify puts the value of a binding back where it is used
+    rewrite.wide_indices(),
     rewrite.truncated_division(),
 ])

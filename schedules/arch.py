@@ -1,5 +1,5 @@
 """Hardware facts as rows of data. A stage chooses by capacity, never by a chip's name."""
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tvm.target import Target
 
@@ -39,7 +39,8 @@ class CudaArch:
     smem_per_sm_bytes     shared memory of a multiprocessor, which its resident blocks share (each block also pays 1 KiB)
     mma                   whether it has mma.sync m16n8k16 for 16-bit inputs, ldmatrix and cp.async
     mma_tile              (q_tile, kv_tile, warps) of the seed plan by head dimension, for mma
-    peak                  for benchmarks: what the fastest chip of this capability can do; None where it is not written down
+    wgmma_seed            {(head dimension, mask): fields of the seed plan}, for wgmma with TMA and setmaxnreg; empty where it has none
+    peak                  what the fastest chip of this capability can do; None where it is not written down
     """
 
     name: str
@@ -47,9 +48,7 @@ class CudaArch:
     smem_per_sm_bytes: int
     mma: bool
     mma_tile: tuple = ()
-    multiprocessors: int = 0
-    wgmma: bool = False
-    wgmma_tile: tuple = ()
+    wgmma_seed: dict = field(default_factory=dict, hash=False)
     kind: str = "cuda"
     threads_per_block: int = 1024
     registers_per_sm: int = 65536
@@ -105,10 +104,19 @@ _AMPERE_TILES = {64: (128, 112, 4), 128: (128, 64, 4)}
 _ADA_TILES = {64: (128, 96, 4), 128: (128, 32, 4)}
 _HOPPER_TILES = {64: (128, 96, 4), 128: (128, 64, 4)}
 
-#: (q_tile, kv_tile) of wgmma's seed plans by head dimension and mask, from FlashAttention-3's table.
-_WGMMA_TILES = {(64, "full"): (192, 128), (64, "causal"): (192, 128), (96, "full"): (192, 128), (96, "causal"): (192, 128),
-                (128, "full"): (128, 176), (128, "causal"): (128, 128), (192, "full"): (128, 112), (192, "causal"): (128, 112),
-                (256, "full"): (128, 80), (256, "causal"): (128, 80)}
+#: Fields of wgmma's seed plans by head dimension and mask: tiles after FlashAttention-3's table, the rest by measurement on an H200.
+_WGMMA_SEEDS = {
+    (64, "full"): dict(q_tile=192, kv_tile=128, query_stages=2, ping_pong=0, loader_registers=32),
+    (64, "causal"): dict(q_tile=192, kv_tile=128, query_stages=2, late_wait=0, loader_registers=32),
+    (96, "full"): dict(q_tile=192, kv_tile=96, query_stages=2, loader_registers=32),
+    (96, "causal"): dict(q_tile=192, kv_tile=96, query_stages=2, loader_registers=32),
+    (128, "full"): dict(q_tile=128, kv_tile=128, query_stages=2),
+    (128, "causal"): dict(q_tile=128, kv_tile=128, query_stages=2, ping_pong=0),
+    (192, "full"): dict(q_tile=128, kv_tile=128),
+    (192, "causal"): dict(q_tile=128, kv_tile=128),
+    (256, "full"): dict(q_tile=128, kv_tile=80, late_wait=0),
+    (256, "causal"): dict(q_tile=128, kv_tile=80, late_wait=0),
+}
 
 #: NVIDIA's data sheets of the H100 and H200 (SXM); exponentials from the CUDA programming guide, table of arithmetic throughput.
 _HOPPER_PEAK = Peak(tensor_tflops=989, boost_ghz=1.83, sms=132, exp2_per_clock=16)
@@ -121,7 +129,7 @@ CUDA_ARCHS = {arch.name: arch for arch in (
     CudaArch("sm_87", 163 * _KIB, 164 * _KIB, mma=True, mma_tile=_AMPERE_TILES),
     CudaArch("sm_89", 99 * _KIB, 100 * _KIB, mma=True, mma_tile=_ADA_TILES),
     CudaArch("sm_90", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES),
-    CudaArch("sm_90a", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES, multiprocessors=132, wgmma=True, wgmma_tile=_WGMMA_TILES, peak=_HOPPER_PEAK),
+    CudaArch("sm_90a", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES, wgmma_seed=_WGMMA_SEEDS, peak=_HOPPER_PEAK),
     CudaArch("sm_100a", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES),
     CudaArch("sm_120", 99 * _KIB, 100 * _KIB, mma=True, mma_tile=_ADA_TILES),
 )}

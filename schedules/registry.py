@@ -1,8 +1,8 @@
 """Who takes a workload on an architecture, and why the others decline."""
-from schedules.families import cpu, mma, simt, simt_te
+from schedules.families import cpu, mma, simt, simt_te, wgmma
 
 #: In order of preference: the first family that does not decline is the default.
-FAMILIES = (mma, simt, simt_te, cpu)
+FAMILIES = (wgmma, mma, simt, simt_te, cpu)
 
 
 class NoSchedule(ValueError):

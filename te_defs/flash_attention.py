@@ -40,12 +40,16 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
     row_lanes       1 or 4, see above; 4 needs kv_tile and DV to be multiples of 8
     negative_scale  the function for scales below zero instead of the one for all others: the row maximum is taken before the scale
                     is applied, which saves a multiplication of every score, so the sign must be known
+    max_slack       powers of two by which a row's scores may exceed the value that stands for their maximum before it moves, and O and the
+                    row sum with it; 0: it is the maximum. With 8 it rarely moves (FlashAttention-4, conditional rescaling); P is then at
+                    most 2^8 and not 1, far from the end of float16
     """
     if row_lanes not in (1, 4):
         raise ValueError(f"row_lanes must be 1 or 4, found {row_lanes}: choose one of these")
     mask, dtype = MASKS[workload.mask], workload.dtype
     D, DV, LANES = workload.head_dim, workload.value_dim, row_lanes
     QUAD, SLACK = row_lanes == 4, max_slack > 0
+    SEEN = "row_max_seen" if SLACK else "row_max_new"
     PAIR = 2 if QUAD else 1  # columns of a lane that stand side by side
     STEPS = kv_tile // (LANES * PAIR)
 
@@ -145,34 +149,29 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                                     with T.init():
                                         tile_max[vi, vl] = T.min_value("float32")
                                     tile_max[vi, vl] = T.max(tile_max[vi, vl], S_masked[vi, (vs * LANES + vl) * PAIR + vp])
+                            row_max_seen = T.sblock_alloc_buffer((q_tile, LANES), "float32") if SLACK else row_max_new
                             if QUAD:  # all-reduce over the quad in two steps
                                 quad_max = T.sblock_alloc_buffer((q_tile, LANES), "float32")
                                 for i, l in T.grid(q_tile, LANES):
                                     with T.sblock("pair_max"):
                                         vi, vl = T.axis.remap("SS", [i, l])
                                         quad_max[vi, vl] = T.max(tile_max[vi, vl], tile_max[vi, (vl + 1) % 4])
-                                if SLACK:
-                                    row_max_seen = T.sblock_alloc_buffer((q_tile, LANES), "float32")
-                                    for i, l in T.grid(q_tile, LANES):
-                                        with T.sblock("row_max_seen"):
-                                            vi, vl = T.axis.remap("SS", [i, l])
-                                            row_max_seen[vi, vl] = T.max(row_max[vi, vl], T.max(quad_max[vi, vl], quad_max[vi, (vl + 2) % 4]))
-                                    for i, l in T.grid(q_tile, LANES):
-                                        with T.sblock("row_max_new"):
-                                            vi, vl = T.axis.remap("SS", [i, l])
-                                            row_max_new[vi, vl] = T.if_then_else(
-                                                (row_max_seen[vi, vl] - row_max[vi, vl]) * scale_log2 > T.float32(max_slack),
-                                                row_max_seen[vi, vl], row_max[vi, vl])
-                                else:
-                                    for i, l in T.grid(q_tile, LANES):
-                                        with T.sblock("row_max_new"):
-                                            vi, vl = T.axis.remap("SS", [i, l])
-                                            row_max_new[vi, vl] = T.max(row_max[vi, vl], T.max(quad_max[vi, vl], quad_max[vi, (vl + 2) % 4]))
+                                for i, l in T.grid(q_tile, LANES):
+                                    with T.sblock(SEEN):
+                                        vi, vl = T.axis.remap("SS", [i, l])
+                                        row_max_seen[vi, vl] = T.max(row_max[vi, vl], T.max(quad_max[vi, vl], quad_max[vi, (vl + 2) % 4]))
                             else:
+                                for i, l in T.grid(q_tile, LANES):
+                                    with T.sblock(SEEN):
+                                        vi, vl = T.axis.remap("SS", [i, l])
+                                        row_max_seen[vi, vl] = T.max(row_max[vi, vl], tile_max[vi, vl])
+                            if SLACK:  # any value near the maximum will do: one that stays saves the rescale
                                 for i, l in T.grid(q_tile, LANES):
                                     with T.sblock("row_max_new"):
                                         vi, vl = T.axis.remap("SS", [i, l])
-                                        row_max_new[vi, vl] = T.max(row_max[vi, vl], tile_max[vi, vl])
+                                        row_max_new[vi, vl] = T.if_then_else(
+                                            (row_max_seen[vi, vl] - row_max[vi, vl]) * scale_log2 > T.float32(max_slack),
+                                            row_max_seen[vi, vl], row_max[vi, vl])
                             for i, l in T.grid(q_tile, LANES):
                                 with T.sblock("rescale"):
                                     vi, vl = T.axis.remap("SS", [i, l])

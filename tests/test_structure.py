@@ -28,7 +28,8 @@ LONGEST = {"file": 400, "line": 140, "stage": 40}
 PICTURED = ((Workload(64, 64, "float16", "causal"), cuda_arch("sm_80")),
             (Workload(64, 64, "float32", "causal"), cuda_arch("sm_80")),
             (Workload(64, 64, "float32", "full"), cuda_arch("sm_80")),
-            (Workload(64, 64, "float32", "causal"), cpu_arch("x86-64-v4", 512, 2)))
+            (Workload(64, 64, "float32", "causal"), cpu_arch("x86-64-v4", 512, 2)),
+            (Workload(64, 64, "float16", "causal"), cuda_arch("sm_90a")))
 STAGES = [(family, n) for family in FAMILIES for n in range(1, len(family.STAGES) + 1)]
 PICTURE = re.compile(r"^( *)Loop nest::\n\n((?:\1 +\S.*\n)+)", re.MULTILINE)
 

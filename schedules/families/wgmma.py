@@ -1,12 +1,14 @@
 """wgmma: Hopper's asynchronous tensor cores, fed by the tensor memory accelerator (FlashAttention-3, sections 3.1 and 3.2).
 
-The idea. A thread block takes a tile of query rows; consumer warpgroups of four warps own 64 rows each, and one more warpgroup does nothing
-but ask the tensor memory accelerator for tiles, which land in rings of shared memory and are handed over by mbarriers. Products are
-asynchronous: that of the scores of tile t is issued, then that of the output of tile t - 1, and the exponentials of tile t run while the
-tensor cores work. Where warpgroups take turns at issuing products (ping-pong), one computes exponentials while the other's products run.
+The idea. A thread block takes a tile of query rows. Consumer warpgroups of four warps own 64 rows each; one more warpgroup does nothing
+but ask the tensor memory accelerator for tiles, which land in rings of shared memory and are handed over by barriers. Products are
+asynchronous: that of the scores of tile t is issued, then that of the output of tile t - 1, and the exponentials of tile t run while
+the tensor cores work. Where warpgroups take turns at issuing (ping-pong), one computes exponentials while the other's products run. The
+grid is persistent: a block goes on to its next tile, whose queries and first keys the loader has fetched in the meantime.
 
-The budget. Registers decide again: per thread a consumer holds 64 rows' worth of O (DV / 2), S (kv_tile / 2) and P (kv_tile / 4), of the 240
-that setmaxnreg gives to two consumer warpgroups, and 160 to three. Shared memory holds Q once, and K and V once for each stage of their rings.
+The budget. Registers decide again: per thread a consumer holds O (DV / 2), S (kv_tile / 2) and P (kv_tile / 4), of the 240 registers
+that setmaxnreg gives to each of two consumer warpgroups, and 160 to each of three. Shared memory holds Q once or twice, and K and V
+once for each stage of their rings.
 
 The finished nest, one line a group of blocks::
 
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import statistics_layout
-from schedules.lowering import bulk_loads, polynomial_exp2, rewrite, software_pipeline, warp_roles, wgmma_pipeline
+from schedules.lowering import bulk_loads, order_of_work, polynomial_exp2, rewrite, software_pipeline, warp_roles, wgmma_pipeline
 from schedules.plan import Budget, Plan, fitting, require
 from schedules.stages import loops_of, own_fragment, own_statistics, own_wide_rows, unroll_all
 from te_defs.flash_attention import flash_attention_forward
@@ -36,27 +38,36 @@ CONFIG = wgmma_pipeline.CONFIG
 BINDS_AT = "bind_grid"
 
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+#: Rows, heads and channels are coordinates of the tensor memory accelerator, and offsets into O and LSE have 64 bits.
+MAX_ELEMENTS = 2**40 - 1
 LOADS = ("Q_load", "K_load", "V_load")
 STATISTICS = ("row_max_init", "row_sum_init", "tile_max", "pair_max", "row_max_new", "rescale", "row_max_scaled", "tile_sum",
               "row_sum_new", "row_sum_total", "row_sum_inverse")
+#: The copy of the scores that waits for them, as cache_read names it.
+READY = "S_warp"
+#: Consumer warpgroups -> registers per thread of the loader, as FlashAttention-3 has them.
+LOADER_REGISTERS = {1: 56, 2: 24, 3: 32}
 #: Registers beside S, P and O: statistics, addresses, barriers (read off compiled kernels).
 OTHER_REGISTERS = 40
-#: Bytes of shared memory for barriers.
-BARRIER_BYTES = 1024
+#: Bytes of shared memory that barriers take at most.
+BARRIER_BYTES = 512
+#: Powers of two by which scores may outgrow their row's reference value where the rescale is lazy.
+SLACK = 8
 
 
 @dataclass(frozen=True)
 class WgmmaPlan(Plan):
     """Knobs of the wgmma family; q_tile is 64 rows for each consumer warpgroup.
 
-    blocks          thread blocks of a persistent grid, one for each multiprocessor; 0: one for each query tile
-    order_of_work   in which blocks of a persistent grid take their tiles, schedules.lowering.order_of_work
-    stages          copies of a K or V tile in its ring
-    query_stages    copies of the Q tile: with 2 the next tile's queries come while this one is computed
-    ping_pong       1: consumer warpgroups take turns at issuing products
-    lazy_rescale    1: skip the rescale of O when no row of the warp has a new maximum
-    hold            1: keep the exponentials in front of the wait for the output's product, beside which they are to run
-    order           execution order of the key loop's statements, an index into software_pipeline.OVERLAPPED_ORDERS
+    blocks             thread blocks of a persistent grid, one for each multiprocessor; 0: one for each query tile
+    order_of_work      in which the blocks of a persistent grid take their tiles, schedules.lowering.order_of_work
+    stages             copies of a K or V tile in its ring
+    query_stages       copies of the Q tile: with 2 the next tile's queries come while this one is computed
+    ping_pong          1: consumer warpgroups take turns at issuing products
+    late_wait          1: keep the exponentials in front of the wait for the output's product, beside which they are to run
+    lazy_rescale       1: let scores outgrow a row's reference value by 2^SLACK, and skip the rescale of O where no row of a warp moves it
+    polynomial_share   eighths of the exponentials that run on the multiply-add units
+    loader_registers   registers per thread that the loader warpgroup keeps, a multiple of 8; the consumers share the rest
     """
 
     blocks: int = 0
@@ -64,15 +75,25 @@ class WgmmaPlan(Plan):
     stages: int = 2
     query_stages: int = 1
     ping_pong: int = 1
-    lazy_rescale: int = 0
-    hold: int = 1
+    late_wait: int = 1
+    lazy_rescale: int = 1
     polynomial_share: int = 0
-    order: int = 0
+    loader_registers: int = 24
 
     @property
     def warps(self):
         """Consumer warps; each owns 16 query rows."""
         return self.q_tile // intrinsics.WARP_ROWS
+
+    @property
+    def groups(self):
+        """Consumer warpgroups."""
+        return self.q_tile // intrinsics.GROUP_ROWS
+
+    @property
+    def statistics(self):
+        """Blocks of the declaration that compute row statistics."""
+        return STATISTICS + (("row_max_seen",) if self.lazy_rescale else ())
 
 
 PLAN = WgmmaPlan
@@ -82,7 +103,7 @@ def decline(workload, arch):
     """Why this family does not take the workload, or None."""
     if arch.kind != "cuda":
         return f"{arch.name} is no CUDA GPU"
-    if not arch.wgmma:
+    if not arch.wgmma_seed:
         return f"{arch.name} has no wgmma (sm_90a has)"
     if workload.dtype not in intrinsics.PTX_DTYPE:
         return f"tensor cores take 16-bit inputs, not {workload.dtype}"
@@ -93,35 +114,39 @@ def decline(workload, arch):
 
 def default_plan(workload, arch):
     """The seed: the architecture row's tile for the head dimension and mask."""
-    q_tile, kv_tile = arch.wgmma_tile[workload.head_dim, workload.mask]
-    return WgmmaPlan(q_tile, kv_tile, blocks=arch.multiprocessors, order_of_work=int(workload.mask == "causal"))
+    seed = arch.wgmma_seed[workload.head_dim, workload.mask]
+    return WgmmaPlan(**seed, blocks=arch.peak.sms, order_of_work=int(workload.mask == "causal"))
 
 
 def tile_choices(workload, arch):
-    """Plans of all tile shapes that fit, the seed's first; each is a search task of its own."""
+    """Plans of all structures that fit, the seed's first; each is a search task of its own."""
     seed = default_plan(workload, arch)
-    plans = [seed] + [seed.but(q_tile=q_tile, kv_tile=kv_tile) for q_tile in (128, 192, 64) for kv_tile in range(64, 225, 16)
-                      if (q_tile, kv_tile) != (seed.q_tile, seed.kv_tile)]
-    return fitting(plans, budget, workload, arch)
+    tiles = [seed.but(q_tile=q_tile, kv_tile=kv_tile, query_stages=1, loader_registers=LOADER_REGISTERS[q_tile // intrinsics.GROUP_ROWS])
+             for q_tile in (128, 192, 64) for kv_tile in range(64, 225, 16) if (q_tile, kv_tile) != (seed.q_tile, seed.kv_tile)]
+    return fitting([seed, seed.but(blocks=0), seed.but(lazy_rescale=0), *tiles], budget, workload, arch)
 
 
 def knobs(workload, arch, plan):
-    """Candidates of the sampled fields for a plan's tile shape; heads_first reorders loops, so the seed decides it."""
-    return {"stages": (2, 3, 4), "ping_pong": (0, 1), "order": tuple(range(len(software_pipeline.OVERLAPPED_ORDERS)))}
+    """Candidates of the sampled fields for a plan's structure."""
+    orders = (order_of_work.TO_AND_FRO, order_of_work.FAIR) if plan.blocks and workload.mask == "causal" else (plan.order_of_work,)
+    return {"stages": (2, 3, 4), "query_stages": (1, 2), "ping_pong": (0, 1) if plan.groups > 1 else (plan.ping_pong,), "late_wait": (0, 1),
+            "polynomial_share": (0, 1, 2), "order_of_work": orders}
 
 
 def budget(workload, arch, plan):
     """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
     d, dv = workload.head_dim, workload.value_dim
-    groups = plan.q_tile // intrinsics.GROUP_ROWS
     require(plan.q_tile in (64, 128, 192), "q_tile must be 64 rows for each of one to three consumer warpgroups", plan.q_tile,
             "choose 64, 128 or 192")
-    require(plan.kv_tile % 16 == 0 and plan.kv_tile <= 256, "kv_tile must be a multiple of 16 up to 256", plan.kv_tile, "round it")
+    require(plan.kv_tile % 16 == 0 and 16 <= plan.kv_tile <= 256, "kv_tile must be a multiple of 16 up to 256", plan.kv_tile, "round it")
+    require(plan.loader_registers % 8 == 0 and plan.loader_registers >= 24, "loader_registers must be a multiple of 8 from 24 on",
+            plan.loader_registers, "round it")
     return Budget((
-        ("threads", 128 * (groups + 1), arch.threads_per_block, "of a block"),
-        ("shared memory", 2 * (plan.query_stages * plan.q_tile * d + plan.stages * plan.kv_tile * (d + dv)) + BARRIER_BYTES, arch.smem_bytes, "bytes"),
+        ("threads", warp_roles.GROUP * (plan.groups + 1), arch.threads_per_block, "of a block"),
+        ("shared memory", 2 * (plan.query_stages * plan.q_tile * d + plan.stages * plan.kv_tile * (d + dv)) + BARRIER_BYTES,
+         arch.smem_bytes, "bytes"),
         ("registers, about", dv // 2 + plan.kv_tile // 2 + plan.kv_tile // 4 + OTHER_REGISTERS,
-         warp_roles.registers(groups)[1], "per consumer thread"),
+         warp_roles.consumer_registers(plan.groups, plan.loader_registers), "per consumer"),
     )).check(plan, arch)
 
 
@@ -134,11 +159,7 @@ def declare(workload, plan, negative_scale=False):
     """The plain function at the plan's tile, with statistics per lane of a quad; makes the intrinsics known that it will need."""
     intrinsics.register(workload.dtype, plan.q_tile, plan.kv_tile, workload.head_dim, workload.value_dim)
     return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, row_lanes=4, negative_scale=negative_scale,
-                                   max_slack=8 * plan.lazy_rescale)
-
-
-def statistics_of(plan):
-    return STATISTICS + (("row_max_seen",) if plan.lazy_rescale else ())
+                                   max_slack=SLACK * plan.lazy_rescale)
 
 
 def place_buffers(sch, plan):
@@ -147,12 +168,25 @@ def place_buffers(sch, plan):
 
     Loop nest::
 
-        S
+        kv
+          ...
+          qk
+            i in 192
+              j in 128
+                c in 64
+                  S  [192, 128] warp
+          softmax
+            ax0 in 192
+              ax1 in 128
+                S_warp  [192, 128] warp
+            i in 192
+              j in 128
+                S_masked  [192, 128] warp
     """
     sch.cache_read("S_masked", 0, "warp")
     for block in LOADS:
         sch.set_scope(block, 0, "shared.dyn")
-    for block in ("O_acc_init", "S", "S_masked", "P", "P_cast", "O_acc_new", *statistics_of(plan)):
+    for block in ("O_acc_init", "S", "S_masked", "P", "P_cast", "O_acc_new", *plan.statistics):
         sch.set_scope(block, 0, "warp")
 
 
@@ -163,17 +197,22 @@ def lay_out_accumulators(sch, plan):
 
     Loop nest::
 
-        S
+        softmax
+          ...
+          i in 192
+            j in 128
+              S_masked  [12, 32, 64] warp
+          ...
+          i in 192
+            l in 4
+              rescale  [12, 32, 2] warp
     """
     for block in ("O_acc_init", READY, "S_masked", "P", "P_cast"):
         sch.transform_layout(block, ("write", 0), intrinsics.accumulator_layout)
     for block in (READY, "O_acc"):
         sch.transform_layout(block, ("read", 0), intrinsics.accumulator_layout)
-    for block in statistics_of(plan):
+    for block in plan.statistics:
         sch.transform_layout(block, ("write", 0), statistics_layout)
-
-
-READY = "S_warp"
 
 
 def lay_out_boxes(sch, plan):
@@ -181,7 +220,10 @@ def lay_out_boxes(sch, plan):
 
     Loop nest::
 
-        S
+        K_load_o
+          j in 128
+            c in 64
+              K_load  [1, 128, 64] shared.dyn
     """
     for block in LOADS:
         channels = int(sch.get(sch.get_sblock(block)).writes[0].source.shape[1])
@@ -194,7 +236,25 @@ def tile_products(sch, plan):
 
     Loop nest::
 
-        S
+        kv
+          ...
+          qk
+            i_0 in 12
+              c_0 in 1
+                S_o
+                  i_1 in 16
+                    j in 128
+                      c_1 in 64
+                        S  [12, 32, 64] warp
+          ...
+          pv
+            i_0 in 12
+              j_0 in 1
+                O_acc_new_o
+                  i_1 in 16
+                    c in 64
+                      j_1 in 128
+                        O_acc_new  [12, 32, 32] warp
     """
     for product in ("S", "O_acc_new"):
         i, j, k = loops_of(sch, product)
@@ -209,7 +269,9 @@ def bind_grid(sch, plan):
 
     Loop nest::
 
-        attn
+        b_h_r_fused_1 in 132  @blockIdx.x
+          b_h_r_fused_0 in ...
+            attn
     """
     b, h, r = loops_of(sch, "attn")
     tile = sch.fuse(b, h, r)
@@ -225,12 +287,28 @@ def bind_accumulators(sch, plan):
 
     Loop nest::
 
-        S
+        softmax
+          ...
+          i_0 in 12  @threadIdx.y
+            i_3_j_2_fused in 32  @threadIdx.x
+              i_1 in 1  unrolled
+                j_0 in 8  unrolled
+                  j_1 in 2  unrolled
+                    i_2 in 2  unrolled
+                      j_3 in 2  unrolled
+                        S_masked  [12, 32, 64] warp
+          i_0 in 12  @threadIdx.y
+            i_3_l_fused in 32  @threadIdx.x
+              i_1 in 1  unrolled
+                i_2 in 2  unrolled
+                  s in 16  unrolled
+                    p in 2  unrolled
+                      tile_max  [12, 32, 2] warp
     """
     for block in ("O_acc_init", "S_masked", "P", "P_cast"):
         own_fragment(sch, block, plan.warps)
     own_wide_rows(sch, "O", plan.warps)
-    for block in (*statistics_of(plan), "row_max", "row_sum", "LSE"):
+    for block in (*plan.statistics, "row_max", "row_sum", "LSE"):
         own_statistics(sch, block, plan.warps)
 
 
@@ -239,7 +317,12 @@ def bind_products(sch, plan):
 
     Loop nest::
 
-        S
+        pv
+          i_0 in 12  @threadIdx.y
+            O_acc_new_o_init
+            ...
+            j_0 in 1
+              O_acc_new_o_update
     """
     for product in ("S_o", "O_acc_new_o"):
         warp, whole = loops_of(sch, product)
@@ -259,7 +342,17 @@ def use_tensor_cores(sch, plan):
 
     Loop nest::
 
-        S
+        kv
+          ...
+          qk
+            i_0 in 12  @threadIdx.y
+              ...
+              c_0 in 1
+                S_o_update
+          ...
+          softmax
+            ax0_0 in 12  @threadIdx.y
+              S_warp_o  [12, 32, 64] warp
     """
     names = intrinsics.names(*sizes_of(sch, plan))
     for block in (READY, "O_acc"):
@@ -282,16 +375,16 @@ def overlap(sch, plan):
 
     Loop nest::
 
-        attn
+        b_h_r_fused_1 in 132  @blockIdx.x
+          b_h_r_fused_0 in ...
+            attn
     """
     attn = sch.get_sblock("attn")
-    sch.annotate(attn, software_pipeline.OVERLAPPED_ORDER, 3 if plan.lazy_rescale else 0)
-    sch.annotate(attn, warp_roles.STAGES, plan.stages)
-    sch.annotate(attn, warp_roles.PING_PONG, plan.ping_pong)
-    sch.annotate(attn, warp_roles.QUERY_STAGES, plan.query_stages)
-    sch.annotate(attn, warp_roles.ORDER_OF_WORK, plan.order_of_work)
+    sch.annotate(attn, software_pipeline.OVERLAP, plan.lazy_rescale)
+    for knob in warp_roles.KNOBS:
+        sch.annotate(attn, f"{warp_roles.PREFIX}{knob}", getattr(plan, knob))
     sch.annotate(loops_of(sch, "P")[3], polynomial_exp2.POLYNOMIAL_SHARE, plan.polynomial_share)
-    sch.annotate(loops_of(sch, "row_sum_new")[-1], rewrite.HOLD, plan.hold)
+    sch.annotate(loops_of(sch, "row_sum_new")[-1], rewrite.LATE_WAIT, plan.late_wait)
 
 
 STAGES = (place_buffers, lay_out_accumulators, lay_out_boxes, tile_products, bind_grid, bind_accumulators, bind_products,

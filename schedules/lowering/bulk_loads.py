@@ -58,7 +58,7 @@ def _with_body(block, body):
 
 
 def _event(block, ring):
-    """bulk_load(ring, shared address, tensor, its rows, heads, batch, box rows, channels, chunk, first row, head, batch entry, key tile)."""
+    """bulk_load(ring, shared address, tensor, its rows, heads, batch, box rows, channels, chunk, first row, head, batch entry, tile)."""
     rows, channels = block.body, block.body.body
     realize, ana = channels.body, Analyzer()
     store = realize.block.body
@@ -118,12 +118,26 @@ def encode_tensor_map(tensor_map, call, stand_in):
     return tirx.SeqStmt([tirx.Bind(tensor_map, allocated), tirx.IfThenElse(empty, encode(stand_in), encode(pointer))])
 
 
-def load_instruction(tensor_map, call, address, barrier):
-    """The TMA instruction of a bulk_load event: one box [1, 1, chunks, rows, chunk] to a shared address, counted by a barrier."""
-    row, head, batch = call.args[10:13]
-    policy = EVICT_FIRST if int(call.args[1]) == events.Q else EVICT_LAST
+def load_instruction(tensor_map, coordinates, address, barrier, reused):
+    """The TMA instruction that brings one box [1, 1, chunks, rows, chunk] to a shared address and counts its bytes on a barrier.
+
+    coordinates  first row, head, batch entry
+    reused       whether other tiles of work read it again soon, so that it should stay in the L2 cache
+    """
+    row, head, batch = coordinates
+    policy = tirx.const(EVICT_LAST if reused else EVICT_FIRST, "uint64")
     return T.ptx["cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"](
-        address, tirx.address_of(tensor_map), 0, row, 0, head, batch, barrier, tirx.const(policy, "uint64"))
+        address, tirx.address_of(tensor_map), 0, row, 0, head, batch, barrier, policy)
+
+
+def tensor_of(call):
+    """Pointer to the tensor that a bulk_load event reads."""
+    return call.args[3]
+
+
+def tile_of(call):
+    """Shared buffer that a bulk_load event writes."""
+    return call.args[2].args[0].source
 
 
 def box_bytes(call):

@@ -1,5 +1,5 @@
-"""exp2 of float32 as a polynomial: on a CPU so that it runs in vector registers, where LLVM would call the C library once for each lane; on
-a GPU so that part of the exponentials runs on the multiply-add units, while the special function units do the rest.
+"""exp2 of float32 as a polynomial: on a CPU so that it runs in vector registers, where LLVM would call the C library once for each
+lane; on a GPU so that part of the exponentials runs on the multiply-add units, while the special function units do the rest.
 
 The method is that of W. J. Cody and W. Waite, Software Manual for the Elementary Functions (1980), chapter 6: write x = n + f with n the
 nearest integer, approximate 2^f on [-1/2, 1/2], and add n to the exponent of the result. FlashAttention-4 computes part of its
@@ -19,7 +19,8 @@ from schedules.lowering import rewrite
 #: degree 3, a fifth of what rounding to 16 bits costs.
 COEFFICIENTS = {
     3: (0.6932829270984522, 0.24221095927623232, 0.0550089311189913),
-    6: (0.6931472028550684, 0.2402264791362872, 0.05550332471123734, 0.009618437357673036, 0.0013398874414796958, 0.00015353361909992602),
+    6: (0.6931472028550684, 0.2402264791362872, 0.05550332471123734, 0.009618437357673036, 0.0013398874414796958,
+        0.00015353361909992602),
 }
 ROUND_TO_INTEGER = 1.5 * 2**23
 MANTISSA_BITS = 23
@@ -28,7 +29,8 @@ ZERO_AT = -127.0
 
 
 def exp2(x, degree=6):
-    """2^x of a float32 expression, at most 127, by a polynomial of COEFFICIENTS: 0 from -127 down, -inf included, less than 2^-126 up to -126, NaN for NaN."""
+    """2^x of a float32 expression, at most 127, by one of COEFFICIENTS: 0 from -127 down, -inf included, less than 2^-126 up to -126,
+    NaN for NaN."""
     def number(value):
         return tirx.const(value, "float32")
 

@@ -122,10 +122,10 @@ def skip_rescale(func):
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, guard)))
 
 
-HOLD = "pragma_flashtir_hold"
+LATE_WAIT = "pragma_flashtir_late_wait"
 #: Sums of probabilities are never negative, which the compiler cannot know; a not-a-number compares false.
-_HOLD_SOURCE = """\
-__device__ __forceinline__ void flashtir_hold(float sum) {
+_LATE_WAIT_SOURCE = """\
+__device__ __forceinline__ void flashtir_hold_back(float sum) {
   asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" :: "f"(sum), "r"(0) : "memory");
 }
 """
@@ -136,10 +136,10 @@ def hold_back(func):
     """Keep what stands behind a marked nest of sums behind it in machine code too.
 
     The compiler moves the wait for an asynchronous product up, over arithmetic that does not touch memory, so that the exponentials
-    would no longer run beside the product. An instruction that never executes, but depends on the sums, stands in the way.
+    would no longer run beside the product. A store that never executes, but depends on the sums, stands in the way.
     """
     def pin(mark):
-        if mark.attr_key != HOLD:
+        if mark.attr_key != LATE_WAIT:
             return mark
         if int(mark.value) == 0:
             return mark.body
@@ -147,7 +147,7 @@ def hold_back(func):
         tvm_ffi.structural_walk(mark.body, ((tirx.For, loops.append), (tirx.BufferStore, stores.append)), order="pre")
         sums = (tirx.BufferLoad(stores[0].buffer, [substitute(stores[0].indices[0], {loops[0].loop_var: tirx.IntImm("int32", n)})])
                 for n in range(int(loops[0].extent)))
-        call = T.cuda.func_call("flashtir_hold", functools.reduce(lambda a, b: a + b, sums), source_code=_HOLD_SOURCE)
+        call = T.cuda.func_call("flashtir_hold_back", functools.reduce(lambda a, b: a + b, sums), source_code=_LATE_WAIT_SOURCE)
         return tirx.SeqStmt([mark.body, tirx.Evaluate(call)])
 
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, pin)))
@@ -263,7 +263,9 @@ def wide_indices(func):
         return tirx.BufferLoad(node.source, [wide(index) for index in node.indices]) if node.source.scope() == "global" else node
 
     def store(node):
-        return tirx.BufferStore(node.buffer, node.value, [wide(index) for index in node.indices]) if node.buffer.scope() == "global" else node
+        if node.buffer.scope() != "global":
+            return node
+        return tirx.BufferStore(node.buffer, node.value, [wide(index) for index in node.indices])
 
     return func.with_body(tvm_ffi.structural_map(func.body, ((tvm.ir.TensorLoad, load), (tirx.BufferStore, store))))
 

@@ -38,32 +38,23 @@ def pipeline_lists(order):
     return [0 if name in LOADED_AHEAD else 1 for name in STATEMENTS], [executed.index(name) for name in STATEMENTS]
 
 
-#: The same for asynchronous products, in program order; "S_ready" and "O_acc" wait for them.
-OVERLAPPED_STATEMENTS = tuple(name for statement in STATEMENTS for name in (("S", "S_ready") if statement == "S" else (statement,)))
+#: The same for asynchronous products, in program order; "S_ready" and "O_acc" wait for them. A declaration with slack has "row_max_seen".
+OVERLAPPED_STATEMENTS = ("K_load", "V_load", "S_init", "S", "S_ready", "S_masked", "tile_max", "pair_max", "row_max_seen", "row_max_new",
+                         "rescale", "row_max_scaled", "P", "tile_sum", "row_sum_new", "P_cast", "O_init", "O_acc_new", "O_acc", "row_max",
+                         "row_sum")
 #: A tile later: the product that consumes P, what waits for it, and the load that it needs.
 A_TILE_LATER = ("V_load", "O_acc_new", "O_acc")
-OVERLAPPED_ORDER = "flashtir.overlapped_order"
-OVERLAPPED_ORDERS = (
-    ("output behind scores", ("K_load", "V_load", "S_init", "S", "O_acc_new", "S_ready", "S_masked", "tile_max", "pair_max", "row_max_new",
-                              "rescale", "row_max_scaled", "P", "tile_sum", "row_sum_new", "O_acc", "O_init", "P_cast", "row_max",
-                              "row_sum")),
-    ("row sum behind the output", ("K_load", "V_load", "S_init", "S", "O_acc_new", "S_ready", "S_masked", "tile_max", "pair_max", "row_max_new",
-                              "rescale", "row_max_scaled", "P", "O_acc", "O_init", "tile_sum", "row_sum_new", "P_cast", "row_max",
-                              "row_sum")),
-    ("row sum last", ("K_load", "V_load", "S_init", "S", "O_acc_new", "S_ready", "S_masked", "tile_max", "pair_max", "row_max_new",
-                              "rescale", "row_max_scaled", "P", "O_acc", "P_cast", "O_init", "tile_sum", "row_sum_new", "row_max",
-                              "row_sum")),
-)
+#: In execution order: the product of the tile before is issued behind the scores and awaited behind the exponentials.
+OVERLAPPED_ORDER = ("K_load", "V_load", "S_init", "S", "O_acc_new", "S_ready", "S_masked", "tile_max", "pair_max", "row_max_seen",
+                    "row_max_new", "rescale", "row_max_scaled", "P", "tile_sum", "row_sum_new", "O_acc", "O_init", "P_cast", "row_max",
+                    "row_sum")
+OVERLAP = "flashtir.overlap"
 
 
-def overlapped_lists(order):
-    """TVM's (stage, order) lists of an overlapped order by index."""
-    lazy, order = order == 3, 0 if order == 3 else order
-    executed = OVERLAPPED_ORDERS[order][1]
-    statements = OVERLAPPED_STATEMENTS
-    if lazy:
-        put = lambda names: tuple(x for name in names for x in (("row_max_seen", name) if name == "row_max_new" else (name,)))
-        executed, statements = put(executed), put(statements)
+def overlapped_lists(slack):
+    """TVM's (stage, order) lists for asynchronous products, of a declaration with or without slack."""
+    statements, executed = ([name for name in names if slack or name != "row_max_seen"]
+                            for names in (OVERLAPPED_STATEMENTS, OVERLAPPED_ORDER))
     return [int(name in A_TILE_LATER) for name in statements], [executed.index(name) for name in statements]
 
 
@@ -88,7 +79,7 @@ def expand_order(func):
     return _expand(func, ORDER, pipeline_lists, [("async_stages", [0])])
 
 
-@function_pass("flashtir.ExpandOverlappedOrder")
-def expand_overlapped_order(func):
-    """Turn the integer on block `attn` into the key loop's pipeline annotations, for asynchronous products."""
-    return _expand(func, OVERLAPPED_ORDER, overlapped_lists)
+@function_pass("flashtir.ExpandOverlap")
+def expand_overlap(func):
+    """Turn the mark on block `attn`, which says whether the declaration has slack, into the key loop's pipeline annotations."""
+    return _expand(func, OVERLAP, overlapped_lists)

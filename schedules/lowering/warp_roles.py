@@ -13,25 +13,27 @@ from tvm.script import tirx as T
 
 from schedules.intrinsics import events
 from schedules.lowering import bulk_loads, order_of_work
-from schedules.lowering.rewrite import FULL_WARP, function_pass, is_call, substitute
+from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
 
-#: Annotations of block `attn`, and attributes of the function later.
-STAGES, QUERY_STAGES, PING_PONG = "flashtir.stages", "flashtir.query_stages", "flashtir.ping_pong"
-ORDER_OF_WORK = "flashtir.order_of_work"
-KNOBS = (STAGES, QUERY_STAGES, PING_PONG, ORDER_OF_WORK)
+#: Fields of the plan that stand as annotations on block `attn`, and as attributes of the function later, behind PREFIX.
+KNOBS = ("stages", "query_stages", "ping_pong", "order_of_work", "loader_registers")
+PREFIX = "flashtir."
 #: Mark of the loop over the work tiles of a block, where the grid is persistent.
 WAVES = "pragma_flashtir_waves"
 
 WARP, GROUP_WARPS = 32, 4
 GROUP = WARP * GROUP_WARPS
+REGISTERS_PER_SM = 65536
 BARRIER_BYTES = 8
-#: Consumer warpgroups -> registers per thread of the loader and of a consumer, together within 64 Ki (FlashAttention-3's choice).
-_REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+#: What setmaxnreg takes at most, and the multiple that it wants.
+MOST_REGISTERS, REGISTER_STEP = 240, 8
 
 
-def registers(groups):
-    """Registers per thread (loader, consumer) with this many consumer warpgroups."""
-    return _REGISTERS[groups]
+def consumer_registers(groups, loader_registers):
+    """Registers per thread of each of some consumer warpgroups, beside a loader warpgroup with so many, out of those that a block starts
+    with: an equal share for each thread."""
+    entry = REGISTERS_PER_SM // (GROUP * (groups + 1)) // REGISTER_STEP * REGISTER_STEP
+    return min((entry * (groups + 1) - loader_registers) // groups // REGISTER_STEP * REGISTER_STEP, MOST_REGISTERS)
 
 
 @function_pass("flashtir.ReadRoles")
@@ -40,13 +42,10 @@ def read_roles(func):
     sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
     attn = sch.get_sblock("attn")
     marks = sch.get(attn).annotations
-    found = {knob: int(marks[knob]) for knob in KNOBS if knob in marks}
-    for knob in found:
-        sch.unannotate(attn, knob)
-    func = sch.mod["main"]
-    for knob, value in found.items():
-        func = func.with_attr(knob, value)
-    return func
+    found = {PREFIX + knob: int(marks[PREFIX + knob]) for knob in KNOBS if PREFIX + knob in marks}
+    for key in found:
+        sch.unannotate(attn, key)
+    return sch.mod["main"].with_attrs(found) if found else func
 
 
 @function_pass("flashtir.SplitRoles")
@@ -56,14 +55,16 @@ def split_roles(func):
     The warps of the kernel, threadIdx.y, become four more. Inside a loop over work tiles (a persistent grid) the rings run on from tile to
     tile: the loader is at the next tile while the consumers finish this one.
     """
-    if STAGES not in func.attrs:
+    if PREFIX + KNOBS[0] not in func.attrs:
         return func
 
     def launch(mark):
         if _thread_tag(mark) != "blockIdx.x":
             return mark
         roles, kernel = _launch(func, mark)
-        return _sequence([*(bulk_loads.encode_tensor_map(roles.maps[ring], call, roles.loads[events.Q].args[3]) for ring, call in roles.loads.items()), kernel])
+        queries = bulk_loads.tensor_of(roles.loads[events.Q])
+        maps = (bulk_loads.encode_tensor_map(roles.maps[ring], call, stand_in=queries) for ring, call in roles.loads.items())
+        return _sequence([*maps, kernel])
 
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, launch)))
 
@@ -142,7 +143,8 @@ class _Roles:
         self.grid, self.program, self.waves = grid, program, None
         if len(program) == 1 and isinstance(program[0], tirx.AttrStmt) and program[0].attr_key == WAVES:
             self.waves = program[0].body
-        self.stages, self.query_stages, self.ping_pong, self.order_of_work = (int(func.attrs[knob]) for knob in KNOBS)
+        for knob in KNOBS:
+            setattr(self, knob, int(func.attrs[PREFIX + knob]))
         self.lane, self.thread_warp = (threads[tag].node.var for tag in ("threadIdx.x", "threadIdx.y"))
         self.warps = int(threads["threadIdx.y"].value)
         self.groups = self.warps // GROUP_WARPS
@@ -152,13 +154,13 @@ class _Roles:
         self.tile_bytes = {ring: bulk_loads.box_bytes(call) for ring, call in self.loads.items()}
         barriers = 2 * sum(map(self.copies, self.loads)) * BARRIER_BYTES
         elements = self.offset(None) + barriers // bulk_loads.ELEMENT_BYTES
-        self.shared = tirx.decl_buffer((elements,), self.loads[events.Q].args[2].args[0].source.dtype, "shared", scope="shared.dyn")
+        self.shared = tirx.decl_buffer((elements,), bulk_loads.tile_of(self.loads[events.Q]).dtype, "shared", scope="shared.dyn")
 
     def block(self):
         """What all threads of a block do."""
-        loader, consumer = (registers(self.groups))
+        consumer = consumer_registers(self.groups, self.loader_registers)
         lead = tirx.And(tirx.EQ(self.thread_warp, _number(self.warps)), tirx.EQ(self.lane, _number(0)))
-        load = tirx.SeqStmt([_evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](loader)),
+        load = tirx.SeqStmt([_evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](self.loader_registers)),
                              tirx.IfThenElse(lead, self.program_of(True), None)])
         compute = _sequence([_evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](consumer)), *self.first_turn(),
                              self.program_of(False), *self.last_turn()])
@@ -248,8 +250,8 @@ class _Roles:
         """A statement with events as barriers."""
         if name is not None:
             arguments = stmt.value.args[1:]
-            return _sequence([_evaluate(call) if not isinstance(call, tirx.Stmt) else call
-                              for call in getattr(self, name)(done, tiles, *arguments)] or [_evaluate(0)])
+            parts = getattr(self, name)(done, tiles, *arguments)
+            return _sequence([part if isinstance(part, tirx.Stmt) else _evaluate(part) for part in parts] or [_evaluate(0)])
 
         def inner(call):
             called = events.name_of(call)
@@ -263,15 +265,13 @@ class _Roles:
         return tirx.truncmod(number, copies), tirx.truncmod(tirx.truncdiv(number, copies), _number(2))
 
     def bulk_load(self, done, tiles, ring, pointer, *rest):
-        call = self.loads[int(ring)].op and tvm.ir.Call(self.loads[int(ring)].op, [self.loads[int(ring)].args[0], ring, pointer, *rest], None,
-                                                       ret_ty=self.loads[int(ring)].ty)
-        ring, key_tile = int(ring), rest[-1]
+        ring, (row, head, batch, key_tile) = int(ring), rest[-4:]
         copy, phase = self.turn(ring, done, tiles, key_tile)
         full, bytes_ = self.barrier(ring, copy, 0), self.tile_bytes[ring]
         address = T.cuda.cvta_generic_to_shared(pointer) + tirx.Cast("uint32", copy * bytes_)
         return [T.cuda.mbarrier_wait(self.barrier(ring, copy, 1), 1 - phase),
                 T.ptx.mbarrier.arrive.expect_tx.shared.b64(full, _number(bytes_, "uint32")),
-                bulk_loads.load_instruction(self.maps[ring], call, address, full)]
+                bulk_loads.load_instruction(self.maps[ring], (row, head, batch), address, full, reused=ring != events.Q)]
 
     def wait_full(self, done, tiles, ring, key_tile):
         ring = int(ring)
@@ -330,7 +330,7 @@ class _Roles:
         One buffer, since the merging of shared allocations does not see that the address of a tile is taken.
         """
         offsets = {ring: self.offset(ring) for ring in self.loads}
-        tiles = {ring: call.args[2].args[0].source for ring, call in self.loads.items()}
+        tiles = {ring: bulk_loads.tile_of(call) for ring, call in self.loads.items()}
 
         def place(load):
             ring = next((ring for ring, tile in tiles.items() if tile.same_as(load.source)), None)

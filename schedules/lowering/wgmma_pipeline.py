@@ -1,14 +1,14 @@
 """Pipeline `flashtir_wgmma`: the shared pass list with bulk loads in front, and the split of the warps' roles behind.
 
-As in flashtir_mma there is no common-subexpression pass and no unrolling by TVM. The first tile, which the software pipeline peels, is always
-masked: that is right for every tile, and a branch in it would make the compiler serialise the products.
+As in flashtir_mma there is no common-subexpression pass and no unrolling by TVM. The first tile, which the software pipeline peels, is
+always masked: that is right for every tile, and a branch in it would make the compiler serialise the products.
 """
-from tvm import s_tir, tirx
+from tvm import tirx
 
 from schedules.lowering import pass_lists, rewrite
 from schedules.lowering.bulk_loads import lower_bulk_loads
 from schedules.lowering.polynomial_exp2 import share_exponentials
-from schedules.lowering.software_pipeline import expand_overlapped_order
+from schedules.lowering.software_pipeline import expand_overlap
 from schedules.lowering.warp_roles import read_roles, split_roles
 from schedules.lowering.wide_stores import wide_stores
 
@@ -17,7 +17,7 @@ CONFIG = {"tirx.UnrollLoop": {"explicit_unroll": False, "auto_max_step": 0},
           "s_tir.HoistExpression": {"hoisted_conditionals": 9, "hoisted_let_bindings": 0}}
 
 pass_lists.register("flashtir_wgmma", [
-    expand_overlapped_order(),
+    expand_overlap(),
     read_roles(),
     lower_bulk_loads(),
     *pass_lists.blocks_to_loops(),

@@ -109,13 +109,13 @@ _WGMMA_SEEDS = {
     (64, "full"): dict(q_tile=192, kv_tile=128, query_stages=2, ping_pong=0, loader_registers=32),
     (64, "causal"): dict(q_tile=192, kv_tile=128, query_stages=2, late_wait=0, loader_registers=32),
     (96, "full"): dict(q_tile=192, kv_tile=96, query_stages=2, loader_registers=32),
-    (96, "causal"): dict(q_tile=192, kv_tile=96, query_stages=2, loader_registers=32),
+    (96, "causal"): dict(q_tile=192, kv_tile=96, query_stages=2, late_wait=0, loader_registers=32),
     (128, "full"): dict(q_tile=128, kv_tile=128, query_stages=2),
     (128, "causal"): dict(q_tile=128, kv_tile=128, query_stages=2, ping_pong=0),
-    (192, "full"): dict(q_tile=128, kv_tile=128),
-    (192, "causal"): dict(q_tile=128, kv_tile=128),
+    (192, "full"): dict(q_tile=128, kv_tile=128, ping_pong=0),
+    (192, "causal"): dict(q_tile=128, kv_tile=128, ping_pong=0),
     (256, "full"): dict(q_tile=128, kv_tile=80, late_wait=0),
-    (256, "causal"): dict(q_tile=128, kv_tile=80, late_wait=0),
+    (256, "causal"): dict(q_tile=128, kv_tile=64),
 }
 
 #: NVIDIA's data sheets of the H100 and H200 (SXM); exponentials from the CUDA programming guide, table of arithmetic throughput.

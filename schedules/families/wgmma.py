@@ -48,7 +48,7 @@ READY = "S_warp"
 #: Consumer warpgroups -> registers per thread of the loader, as FlashAttention-3 has them.
 LOADER_REGISTERS = {1: 56, 2: 24, 3: 32}
 #: Registers beside S, P and O: statistics, addresses, barriers (read off compiled kernels).
-OTHER_REGISTERS = 40
+OTHER_REGISTERS = 32
 #: Bytes of shared memory that barriers take at most.
 BARRIER_BYTES = 512
 #: Powers of two by which scores may outgrow their row's reference value where the rescale is lazy.
@@ -121,8 +121,9 @@ def default_plan(workload, arch):
 def tile_choices(workload, arch):
     """Plans of all structures that fit, the seed's first; each is a search task of its own."""
     seed = default_plan(workload, arch)
+    sizes = [(q_tile, kv_tile) for q_tile in (128, 192) for kv_tile in range(64, 225, 16)] + [(64, 128), (64, 176)]
     tiles = [seed.but(q_tile=q_tile, kv_tile=kv_tile, query_stages=1, loader_registers=LOADER_REGISTERS[q_tile // intrinsics.GROUP_ROWS])
-             for q_tile in (128, 192, 64) for kv_tile in range(64, 225, 16) if (q_tile, kv_tile) != (seed.q_tile, seed.kv_tile)]
+             for q_tile, kv_tile in sizes if (q_tile, kv_tile) != (seed.q_tile, seed.kv_tile)]
     return fitting([seed, seed.but(blocks=0), seed.but(lazy_rescale=0), *tiles], budget, workload, arch)
 
 

@@ -204,17 +204,58 @@ class _Quotients:
             self.known.append(held)
         return held
 
-    def hoist(self, body):
-        """The statement with its quotients in front."""
+    def replace(self, body):
+        """The statement with variables in the place of its quotients."""
         def replace(node):
             held = None if isinstance(node.b, tirx.IntImm) else self.of(node.a, node.b)
             if held is None:
                 return node
             return held if isinstance(node, tirx.FloorDiv) else node.a - held * node.b
 
-        body = tvm_ffi.structural_map(body, ((tirx.FloorDiv, tirx.FloorMod), replace))
-        return tirx.SeqStmt([*(tirx.Bind(*pair) for pair in self.found), body]) if self.found else body
+        return tvm_ffi.structural_map(body, ((tirx.FloorDiv, tirx.FloorMod), replace))
 
+
+#: Stands in a loop where there is time to work out what the loop's body binds first in its next iteration.
+NEXT_ITERATION = "flashtir_next_iteration"
+
+
+def _bind_early(loop, pairs, body):
+    """A loop whose body binds these (variable, value) pairs first; where the body says so, they are computed an iteration ahead.
+
+    They are then carried in local memory, which ends as registers.
+    """
+    def loop_of(body):
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, None, loop.annotations, loop.step)
+
+    def compute(iteration):
+        """Statements that bind copies of the variables for an iteration, and these copies."""
+        copies, stmts = {loop.loop_var: iteration}, []
+        for var, value in pairs:
+            copy = tirx.Var(var.name, var.ty)
+            stmts.append(tirx.Bind(copy, substitute(value, copies)))
+            copies[var] = copy
+        return stmts, [copies[var] for var, _ in pairs]
+
+    def carry(iteration):
+        stmts, copies = compute(iteration)
+        return tirx.SeqStmt([*stmts, *(tirx.BufferStore(carried, copy, [place(n)]) for n, copy in enumerate(copies))])
+
+    def place(number):
+        return tirx.IntImm("int32", number)
+
+    marks = []
+    tvm_ffi.structural_walk(body, (tvm.ir.Call, lambda call: marks.append(call) if _is_next_iteration(call) else None))
+    if not pairs or not marks:
+        return loop_of(tirx.SeqStmt([*(tirx.Bind(*pair) for pair in pairs), body]) if pairs else body)
+    carried = tirx.decl_buffer((len(pairs),), "int32", "carried", scope="local")
+    body = tvm_ffi.structural_map(
+        body, (tirx.Evaluate, lambda stmt: carry(loop.loop_var + 1) if _is_next_iteration(stmt.value) else stmt))
+    loads = (tirx.Bind(var, tirx.BufferLoad(carried, [place(n)])) for n, (var, _) in enumerate(pairs))
+    return tirx.SeqStmt([tirx.AllocBuffer(carried), carry(loop.min), loop_of(tirx.SeqStmt([*loads, body]))])
+
+
+def _is_next_iteration(call):
+    return is_call(call, "call_extern") and str(getattr(call.args[0], "value", "")) == NEXT_ITERATION
 
 @function_pass("flashtir.HoistDivisions")
 def hoist_divisions(func):
@@ -233,16 +274,17 @@ def hoist_divisions(func):
         stmts = list(loop.body.seq) if isinstance(loop.body, tirx.SeqStmt) else [loop.body]
         bound = list(itertools.takewhile(lambda stmt: isinstance(stmt, tirx.Bind), stmts))
         rest = stmts[len(bound):]
-        inner = _Quotients([*known, loop.loop_var, *(stmt.var for stmt in bound)]).hoist(rest[0] if len(rest) == 1 else tirx.SeqStmt(rest))
-        body = tirx.SeqStmt([*bound, inner]) if bound else inner
-        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, None, loop.annotations, loop.step)
+        quotients = _Quotients([*known, loop.loop_var, *(stmt.var for stmt in bound)])
+        rest = quotients.replace(rest[0] if len(rest) == 1 else tirx.SeqStmt(rest))
+        return _bind_early(loop, [*((stmt.var, stmt.value) for stmt in bound), *quotients.found], rest)
 
     def at_top(mark):
         if not any(mark.node.same_as(launch.node) for launch in launches[-1:]):
             return mark
-        body = top.hoist(mark.body)
+        body = top.replace(mark.body)
         known.extend(var for var, _ in top.found)
-        return tirx.AttrStmt(mark.node, mark.attr_key, mark.value, tvm_ffi.structural_map(body, (tirx.For, in_loop)))
+        body = tirx.SeqStmt([*(tirx.Bind(*pair) for pair in top.found), tvm_ffi.structural_map(body, (tirx.For, in_loop))])
+        return tirx.AttrStmt(mark.node, mark.attr_key, mark.value, body)
 
     top = _Quotients(known)
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, at_top)))

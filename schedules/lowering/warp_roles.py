@@ -12,7 +12,7 @@ from tvm import s_tir, tirx
 from tvm.script import tirx as T
 
 from schedules.intrinsics import events
-from schedules.lowering import bulk_loads, order_of_work
+from schedules.lowering import bulk_loads, order_of_work, rewrite
 from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
 
 #: Fields of the plan that stand as annotations on block `attn`, and as attributes of the function later, behind PREFIX.
@@ -129,6 +129,13 @@ def _release_queries(work):
     return [*work[:last + 1], event, *work[last + 1:]]
 
 
+def _decode_early(work):
+    """A work tile's statements with an event in front of the last wait for a product: time to work out what the next tile is."""
+    waits = [n for n, stmt in enumerate(work) if isinstance(stmt, tirx.Evaluate) and any(
+        isinstance(argument, tvm.ir.StringImm) and argument.value == "wait_group" for argument in getattr(stmt.value, "args", ()))]
+    return [*work[:waits[-1]], tirx.Evaluate(tirx.call_extern("int32", rewrite.NEXT_ITERATION)), *work[waits[-1]:]]
+
+
 def _keys_first(work):
     """A work tile's statements with the queries loaded behind the first keys: these find room while the queries still wait for theirs."""
     loads = [n for n, stmt in enumerate(work) if isinstance(stmt, tirx.Evaluate) and events.name_of(stmt.value) == "bulk_load"]
@@ -206,7 +213,7 @@ class _Roles:
         loop, guard = self.waves, self.waves.body
         work = _flat(guard.then_case if isinstance(guard, tirx.IfThenElse) else guard)
         last_key_tile = _events_in(work, "wait_full")[-1].args[-1]
-        work = _release_queries(_keys_first(work))
+        work = _release_queries(_keys_first(work if loads else _decode_early(work)))
         body = _sequence([self.cut(_sequence(work), loads, keys, tiles), tirx.BufferStore(counts, keys + last_key_tile + 1, [_number(0)]),
                           tirx.BufferStore(counts, tiles + 1, [_number(1)])])
         if isinstance(guard, tirx.IfThenElse):

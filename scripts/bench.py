@@ -88,7 +88,7 @@ def compare(args, device, kernels, workload, length):
     scale = workload.head_dim**-0.5
     ours = [Contestant(name, lambda forward=forward: forward(*data.tensors, scale)) for name, forward in kernels.items()]
     ours[-1].call()  # so that O holds our result, which the peers' are compared with
-    invited = peers.FASTEST if args.peers else peers.BY_DEFAULT[device.kind] if torch_is_here else ()
+    invited = peers.named(args.peers) if args.peers is not None else peers.BY_DEFAULT[device.kind] if torch_is_here else ()
     theirs, left_out = peers.admit(invited, workload, data)
     turns = contest([*ours, *theirs], data, args.rounds, args.milliseconds, args.rest, args.seed)
     figures = judged(summary(turns, flops(workload, shape)), workload, peak_for(device, workload))
@@ -194,8 +194,9 @@ def make_parser():
     parser.add_argument("--rounds", type=int, default=8, help="measurements of each contestant; the median counts")
     parser.add_argument("--rest", type=float, default=0.02, help="seconds of rest before each measurement")
     parser.add_argument("--seed", type=options.seed, default=0, help="seed of the data and of the order of turns")
-    parser.add_argument("--peers", action="store_true",
-                        help=f"compare with {', '.join(peer.name for peer in peers.FASTEST)}, as far as they are installed; show shares "
+    names = [peer.name for peer in peers.FASTEST]
+    parser.add_argument("--peers", nargs="*", choices=names, default=None,
+                        help=f"compare with these, or without names with {', '.join(names)}, as far as they are installed; show shares "
                              "of the chip's limits, SM clock and power (which a sensor averages: measure for 200 milliseconds or more)")
     parser.add_argument("--json", type=Path, default=None, help="write all figures and circumstances to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
@@ -226,8 +227,8 @@ def run(args):
                         print(sentence, flush=True)
                     left_out[sentence] = None
     told = circumstances(device, {row["contestant"] for row in rows})
-    print((peer_table if args.peers else table)(rows, args.markdown), end="\n\n")
-    for sentence in limits_told(device, workloads) if args.peers else ():
+    print((table if args.peers is None else peer_table)(rows, args.markdown), end="\n\n")
+    for sentence in () if args.peers is None else limits_told(device, workloads):
         print(sentence)
     versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
     print(f"{told['device']}{', driver ' + told['driver'] if told['driver'] else ''}, {versions}, {told['date']}; "

@@ -66,16 +66,23 @@ def _plan_on_record(args, slug, workload, arch):
     return registry.family_named(record.family), record.plan, figures
 
 
+def families_of(name, workload, arch):
+    """The families that take the workload, or of these the one with that name; NoSchedule or UsageError where there is none."""
+    takers = registry.takers(workload, arch)
+    if name is None:
+        return takers
+    names = [family.NAME for family in registry.FAMILIES]
+    if name not in names:
+        raise cli.UsageError(f"--family is one of {', '.join(names)}, found {name!r}: choose one of these")
+    family = registry.family_named(name)
+    if family not in takers:
+        raise registry.NoSchedule(f"{name} does not take {workload.name} on {arch.name}: {family.decline(workload, arch)}")
+    return (family,)
+
+
 def default_plan(args, device, workload):
     """(family, plan) of the seed, of --family or of the first family that takes the workload."""
-    takers = registry.takers(workload, device.arch)
-    names = [family.NAME for family in registry.FAMILIES]
-    if args.family not in (None, *names):
-        raise cli.UsageError(f"--family is one of {', '.join(names)}, found {args.family!r}: choose one of these")
-    family = takers[0] if args.family is None else registry.family_named(args.family)
-    if family not in takers:
-        raise registry.NoSchedule(f"{family.NAME} does not take {workload.name} on {device.arch.name}: "
-                                  f"{family.decline(workload, device.arch)}")
+    family = families_of(args.family, workload, device.arch)[0]
     return family, family.default_plan(workload, device.arch)
 
 

@@ -97,6 +97,11 @@ FASTEST = (FLASH_ATTENTION_2, CUDNN,
            Peer("FlexAttention", flex_attention, kinds=("cuda", "cpu")))
 
 
+def named(names):
+    """Those of the FASTEST with these names, in their order; all where no name is given."""
+    return tuple(peer for peer in FASTEST if peer.name in names or not names)
+
+
 def versions(names):
     """{package: version} of those of the FASTEST that have these names and are not PyTorch's."""
     found = {}

@@ -26,7 +26,7 @@ import xgboost
 
 from schedules import registry
 from schedules.lowering.toolkit import find_toolkit
-from schedules.space import spaces_of
+from schedules.space import Space, spaces_of
 from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.log import Log, locked
 from schedules.tuning.results import champion_of, conclude
@@ -67,6 +67,7 @@ def make_parser():
     parser.add_argument("--length", type=_positive(int), help="query and key rows of the shape that is timed; None: "
                         + ", ".join(f"{length} on {kind}" for kind, length in LENGTH.items()))
     options.add_logs(parser)
+    parser.add_argument("--family", default=None, help="search the plans of this family only; None: of all that take the workload")
     parser.add_argument("--seed", type=options.seed, default=0, help="of all draws")
     parser.add_argument("--workers", type=_positive(int), help="build processes; None: one a core")
     parser.add_argument("--commit", help="noted in run.json; None: that of the git checkout")
@@ -94,9 +95,9 @@ def run(args):
     length = args.length or LENGTH[device.kind]
     workers = args.workers or len(os.sched_getaffinity(0))
     cli.echo(command="tune", target=device.arch.name, device=device.description, workload=[workload.name for workload in workloads],
-             trials=args.trials, minutes=minutes, length=length, logs=logs, seed=args.seed, workers=workers, dry_run=args.dry_run)
+             trials=args.trials, minutes=minutes, length=length, family=args.family, logs=logs, seed=args.seed, workers=workers, dry_run=args.dry_run)
     tasks = [(Log(logs, device.slug or "<device>", workload, device.arch),
-              spaces_of(registry.takers(workload, device.arch), workload, device.arch),
+              spaces_of(options.families_of(args.family, workload, device.arch), workload, device.arch),
               standard_shape(workload, length, options.TOKENS[device.kind], options.HIDDEN[device.kind])) for workload in workloads]
     if args.dry_run:
         for log, spaces, shape in tasks:
@@ -131,15 +132,18 @@ def describe(device, limits, log, spaces, shape):
 def tune(tools, log, spaces, shape):
     """One session: resume the log, search, keep. TuneError where nothing passed; after a stop it returns early."""
     tools.runner.setting = Setting(tools.device.kind, log.workload, shape)
-    families = {space.family.NAME: space.family for space in spaces}
+    families = {family.NAME: family for family in registry.FAMILIES}
     with locked(log.path):
         run = log.read_run()
+        champion = champion_of(run, families)
+        if champion is not None and not any(space.owns(*champion) for space in spaces):  # a winner must beat it
+            spaces = (*spaces, Space.around(families[champion[0]], log.workload, log.arch, champion[1]))
         log.check_database()
         known, declarations = log.read_measured(families, shape)
         if known:
             print(f"{log.workload.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
         host = Host(time.monotonic, tools.stop, Lines(log.workload, shape).show, lambda: log.write_measured(known, declarations, shape))
-        session = Session(spaces, shape, tools.builder, tools.runner, host, known, declarations, champion=champion_of(run, families),
+        session = Session(spaces, shape, tools.builder, tools.runner, host, known, declarations, champion=champion,
                           seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind], alone=tools.device.kind == "cpu")
         begun = time.monotonic()
         try:

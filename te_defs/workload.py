@@ -91,4 +91,6 @@ def standard_shape(workload, length, tokens=16384, hidden=2048):
 PRESETS = {
     **{f"d{d}_{short}_{mask}": Workload(d, d, dtype, mask)
        for d in (64, 128) for dtype, short in DTYPES.items() for mask in MASKS},
+    **{f"d{d}_{DTYPES[dtype]}_{mask}": Workload(d, dv, dtype, mask)
+       for d, dv in ((96, 96), (192, 128), (256, 256)) for dtype in ("float16", "bfloat16") for mask in MASKS},
 }

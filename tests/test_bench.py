@@ -374,3 +374,11 @@ class TestTables:
             ["w", "1 x 2 x 8", "default", "300", "1.00x", "30.3%", "45.5%", "1700", "650"],
             ["w", "1 x 2 x 8", "FlashAttention-4", "600", "0.50x", "60.7%", "91.0%", "1650", "690"],
             ["w", "1 x 2 x 8", "default", "300", "1.00x", "-", "-", "-", "-"]]
+
+
+def test_peers_by_name():
+    """Without a name all of the fastest, in their order; an unknown name is refused by the parser."""
+    assert peers.named([]) == peers.FASTEST
+    assert [peer.name for peer in peers.named(["FlashAttention-4", "cuDNN"])] == ["cuDNN", "FlashAttention-4"]
+    with pytest.raises(SystemExit):
+        bench.make_parser().parse_args(["--peers", "nobody"])

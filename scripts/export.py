@@ -13,7 +13,7 @@ from schedules.arch import cuda_arch
 from schedules.artefact.variant import limits_of
 from schedules.plan import Plan
 from scripts import cli, options
-from scripts.kernels import build_kernel, write_artefact
+from scripts.kernels import build_kernels, write_artefact
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ def run(args):
              archs=first.archs, also=[{"family": it.family.NAME, "plan": str(it.plan), "archs": it.archs,
                                        "tuned_on": it.measured and it.measured["device"]} for it in further],
              output=output, seed=args.seed)
-    kernels = [build_kernel(it.family, workload, it.plan, it.arch, it.archs, it.measured, place) for place, it in enumerate(choices, 1)]
+    kernels = []
+    for it in choices:
+        kernels += build_kernels(it.family, workload, it.plan, it.arch, it.archs, it.measured, len(kernels) + 1)
     for line in [line for kernel in kernels for line in kernel.figures()]:
         print(line)
     for path in write_artefact(kernels, workload, output, args.seed):

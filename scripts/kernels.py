@@ -43,11 +43,12 @@ def cuda_toolkit(arch):
     return toolkit
 
 
-def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1):
+def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1, grid=(1, 0)):
     """Kernel of a plan, lowered for `arch`; with `archs`, device code of all these in one fatbin.
 
     measured  figures for the manifest, with where they come from
     place     among the variants of its artefact, counted from 1
+    grid      of schedules.artefact.variant.Variant
     Raises ToolkitError where CUDA is wanted and nvcc is missing, CompileError where nvcc refuses the code.
     """
     toolkit, compiler = cuda_toolkit(arch), nullcontext()
@@ -55,7 +56,16 @@ def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1)
         compiler = cuda_compiler(toolkit, archs or (arch.name,), CudaOptions(**family.compiler_options(plan)))
     with compiler as log:
         module = build.build_plan(family, workload, plan, arch, place)
-    return Kernel(variant_of(module, family, arch, plan, log.kernels if log else (), measured), toolkit)
+    return Kernel(variant_of(module, family, arch, plan, log.kernels if log else (), measured, grid), toolkit)
+
+
+def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1):
+    """Kernels of a plan for an artefact, from this place on: its own, and where the family has a plan for small grids, that one behind."""
+    small = getattr(family, "small_grid_plan", lambda *_: None)(workload, arch, plan)
+    if small is None:
+        return [build_kernel(family, workload, plan, arch, archs, measured, place)]
+    return [build_kernel(family, workload, plan, arch, archs, measured, place, grid=small[1]),
+            build_kernel(family, workload, small[0], arch, archs, place=place + 1)]
 
 
 def write_artefact(kernels, workload, path, seed=0):
@@ -67,4 +77,4 @@ def write_artefact(kernels, workload, path, seed=0):
 def build_artefact(family_name, workload, plan, arch, path):
     """Build a plan and write it as an artefact; the path of the .so. Takes and returns what another process can be sent."""
     family = registry.family_named(family_name)
-    return write_artefact([build_kernel(family, workload, plan, arch)], workload, path)[0]
+    return write_artefact(build_kernels(family, workload, plan, arch), workload, path)[0]

@@ -7,6 +7,7 @@ import ctypes
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -125,6 +126,14 @@ class TestChoice:
         assert [call(forward, "8.0"), call(forward, "8.0", misplaced=4), call(forward, "8.0", misplaced=8)] == [1, 2, 2]
         assert capfd.readouterr().err == ("flash_attention_forward: strict for sm_80 cannot take this call (k starts 4 bytes past a "
                                           "multiple of 16, wanted data aligned to 16 bytes): using lax for sm_80\n")
+
+    @pytest.mark.parametrize("q_len, place", [(64, 2), (128, 2), (129, 1), (4096, 1)])
+    def test_by_the_tiles_of_a_call_without_a_word(self, asked, tmp_path, capfd, q_len, place):
+        """The tests' calls have 12 heads over all batch entries: 24 tiles of 64 rows up to 128 queries, 36 from there on."""
+        wide, small = code_for("wide", "sm_90a"), code_for("small", "sm_90a")
+        forward = link_numbers([replace(wide, grid=(64, 25)), small, code_for("old", "sm_80")], tmp_path)
+        assert call(forward, "9.0", q_len=q_len) == place and call(forward, "8.0", q_len=q_len) == 3
+        assert capfd.readouterr().err == ""
 
     def test_nothing_is_said_of_a_call_that_is_refused_or_empty(self, forward, capfd):
         with pytest.raises(TypeError, match="scale is text"):

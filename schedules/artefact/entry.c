@@ -8,6 +8,7 @@
  *                                negative       its twin for scales below zero
  *                                max_elements   most elements that a tensor may have; beyond: the number after it, as text
  *                                alignment      bytes that data must start on a multiple of
+ *                                rows, tiles    it is for calls with at least so many tiles of so many query rows
  *                                codes          {major, minor, exact} for each architecture of its device code, then {0}
  *   FLASHTIR_ARCHS             the architectures of all variants, for messages
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
@@ -38,6 +39,7 @@ typedef struct {
   int64_t max_elements;
   const char *beyond;
   int alignment;
+  int64_t rows, tiles;
   const Code *codes;
 } Variant;
 
@@ -46,8 +48,8 @@ typedef struct {
 #define DECLARE(name, kernel, negative, ...) \
   extern HostFunction kernel __attribute__((visibility("hidden"))), negative __attribute__((visibility("hidden")));
 FLASHTIR_VARIANTS(DECLARE)
-#define LIST(name, kernel, negative, max_elements, beyond, alignment, ...) \
-  {name, kernel, negative, max_elements, beyond, alignment, (const Code[]){__VA_ARGS__}},
+#define LIST(name, kernel, negative, max_elements, beyond, alignment, rows, tiles, ...) \
+  {name, kernel, negative, max_elements, beyond, alignment, rows, tiles, (const Code[]){__VA_ARGS__}},
 static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
 enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
 
@@ -244,6 +246,12 @@ static bool runs_on(const Variant *variant, int capability) {
   return FLASHTIR_DEVICE_TYPE == kDLCPU;
 }
 
+/* Whether a call has work for all multiprocessors with this variant's tiles; the last variant never asks for much. */
+static bool fills(const Variant *variant, const DLTensor *q) {
+  int64_t tiles = (q->shape[1] + variant->rows - 1) / variant->rows;
+  return !variant->tiles || tiles * q->shape[0] * q->shape[2] >= variant->tiles;
+}
+
 /* Why a variant cannot serve a call, where the device is not the reason. */
 enum { SERVES, TOO_LARGE, TOO_LONG, MISALIGNED, REASONS };
 static const char *const kRemedies[REASONS] = {"", SPLIT, "split it over several calls", "pass a copy"};
@@ -288,7 +296,7 @@ static const Variant *choose(const DLTensor plain[TENSORS], const int64_t elemen
   passed_over->reason = SERVES;
   if (capability < 0) return NULL;
   for (const Variant *variant = kVariants; variant < kVariants + VARIANTS; ++variant) {
-    if (!runs_on(variant, capability)) continue;
+    if (!runs_on(variant, capability) || !fills(variant, &plain[Q])) continue;
     Refusal why = consider(variant, plain, elements);
     if (why.reason == SERVES) return variant;
     if (passed_over->reason == SERVES) *passed_over = why;

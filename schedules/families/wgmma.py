@@ -118,6 +118,14 @@ def default_plan(workload, arch):
     return WgmmaPlan(**seed, blocks=arch.peak.sms, order_of_work=int(workload.mask == "causal"))
 
 
+def small_grid_plan(workload, arch, plan):
+    """(plan, (rows, tiles)): what serves calls with fewer tiles of so many rows, one warpgroup's, than a wave has blocks, where `plan`
+    would leave multiprocessors without work; None where no such plan fits."""
+    rows, loader = intrinsics.GROUP_ROWS, LOADER_REGISTERS[1]
+    small = fitting([plan.but(q_tile=rows, blocks=0, query_stages=1, ping_pong=0, loader_registers=loader)], budget, workload, arch)
+    return (small[0], (rows, arch.peak.sms + 1)) if small and plan.q_tile > rows else None
+
+
 def tile_choices(workload, arch):
     """Plans of all structures that fit, the seed's first; each is a search task of its own."""
     seed = default_plan(workload, arch)

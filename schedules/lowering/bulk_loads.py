@@ -23,12 +23,17 @@ INTERLEAVE_NONE, SWIZZLE, PROMOTE, FILL_ZERO = 0, {64: 2, 128: 3}, 2, 0
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 
 
+@tvm_ffi.register_error  # else TVM makes a RuntimeError of it
 class BulkLoadError(ValueError):
     """A block that the tensor memory accelerator cannot copy."""
 
 
 def _int(value):
     return tirx.IntImm("int32", value)
+
+
+def _equal(ana, found, wanted):
+    return all(ana.can_prove_equal(*pair) for pair in zip(found, wanted))
 
 
 def _require(condition, block, wanted, found):
@@ -67,21 +72,23 @@ def _event(block, ring):
     condition, load, other = store.value.args
     # "An inner tile, or in range": where the hint holds nothing is out of range.
     bound = condition.b if isinstance(condition, tirx.Or) else condition
-    _require(isinstance(bound, tirx.LT) and float(other.value) == 0, block, "filled with zeros past its bound", condition)
+    zero = isinstance(other, tirx.FloatImm) and float(other.value) == 0
+    _require(isinstance(bound, tirx.LT) and zero, block, "filled with zeros past its bound", f"{other} unless {condition}")
+    _require(isinstance(load, tvm.ir.TensorLoad), block, "a copy", load)
 
-    def at(expr, row, channel):
-        inner = {iter_var.var: substitute(value, {rows.loop_var: _int(row), channels.loop_var: _int(channel)})
-                 for iter_var, value in zip(realize.block.iter_vars, realize.iter_values)}
-        return ana.simplify(substitute(expr, inner))
-
-    batch, row, head, channel = (at(index, 0, 0) for index in load.indices)
-    steps = [[ana.simplify(at(index, *step) - at(index, 0, 0)) for index in load.indices] for step in ((1, 0), (0, 1))]
-    _require([[int(step) for step in line] for line in steps] == [[0, 1, 0, 0], [0, 0, 0, 1]] and int(channel) == 0, block,
-             "a copy of whole rows one after the other", steps)
+    r, c = rows.loop_var, channels.loop_var
+    for loop in (rows, channels):
+        ana.bind(loop.loop_var, tvm.ir.Range(loop.min, loop.extent))
+    values = {iter_var.var: value for iter_var, value in zip(realize.block.iter_vars, realize.iter_values)}
+    read, written = ([substitute(index, values) for index in indices] for indices in (load.indices, store.indices))
+    batch, row, head, _channel = (ana.simplify(substitute(index, {r: _int(0), c: _int(0)})) for index in read)
     size_batch, size_rows, heads, size_channels = load.source.shape
-    past = ana.simplify(at(bound.a, 0, 0) - at(bound.b, 0, 0) - (row - size_rows))
-    _require(isinstance(past, tirx.IntImm) and int(past) == 0, block, "bounded by the end of its tensor", bound)
     chunks, box_rows, chunk = store.buffer.shape
+    _require(_equal(ana, read, (batch, row + r, head, c)), block, "a copy of whole rows one after the other", read)
+    _require(_equal(ana, [substitute(bound.a - bound.b, values)], [row + r - size_rows]), block, "bounded by the end of its tensor", bound)
+    _require(_equal(ana, written, (c // chunk, r, c % chunk)), block, "stored as [chunk, row, channel of the chunk]", written)
+    _require(_equal(ana, (rows.extent, channels.extent, chunks * chunk), (box_rows, size_channels, size_channels)), block,
+             "a copy of all rows of its tile and all channels", f"{rows.extent} rows and {channels.extent} channels")
     address = tirx.address_of(tirx.BufferLoad(store.buffer, [_int(0)] * 3))
     key_tile = events.key_tile() if ring != events.Q else _int(0)
     row = row + tirx.max(1 - size_rows, _int(0))  # an empty tensor is described as one row, which must not be read

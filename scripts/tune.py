@@ -95,7 +95,8 @@ def run(args):
     length = args.length or LENGTH[device.kind]
     workers = args.workers or len(os.sched_getaffinity(0))
     cli.echo(command="tune", target=device.arch.name, device=device.description, workload=[workload.name for workload in workloads],
-             trials=args.trials, minutes=minutes, length=length, family=args.family, logs=logs, seed=args.seed, workers=workers, dry_run=args.dry_run)
+             trials=args.trials, minutes=minutes, length=length, family=args.family, logs=logs, seed=args.seed, workers=workers,
+             dry_run=args.dry_run)
     tasks = [(Log(logs, device.slug or "<device>", workload, device.arch),
               spaces_of(options.families_of(args.family, workload, device.arch), workload, device.arch),
               standard_shape(workload, length, options.TOKENS[device.kind], options.HIDDEN[device.kind])) for workload in workloads]

@@ -33,8 +33,12 @@ def verdict(function, workload, shape, scale_factor=1.0, seed=0):
 
     scale_factor  scale as a multiple of 1 / sqrt(D)
     """
-    inputs = reference.make_inputs(workload, shape, seed)
     scale = float(np.float32(scale_factor * workload.head_dim**-0.5))
+    return verdict_on(function, workload, reference.make_inputs(workload, shape, seed), scale)
+
+
+def verdict_on(function, workload, inputs, scale):
+    """The same on given inputs (Q, K, V)."""
     answer, lse_answer = reference.forward(workload, *inputs, scale)
     out, lse = run(function, workload, inputs, scale)
     return reference.mismatch(out, lse, answer, lse_answer, reference.tolerance(workload, *inputs, scale, answer))

@@ -8,16 +8,31 @@ from schedules.arch import arch_of_capability
 from schedules.artefact.export import export_artefact
 from schedules.artefact.variant import variant_of
 from schedules.build import build_plan
+from schedules.families import mma, wgmma
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
-from schedules.registry import FAMILIES
+from schedules.registry import FAMILIES, takers
 from te_defs import reference
 from te_defs.workload import Shape, Workload
 from tests.numbers import RAGGED
 
 pytestmark = pytest.mark.gpu
 WORKLOADS = [Workload(d, d, dtype, mask) for d in (64, 128) for dtype in ("float16", "bfloat16", "float32") for mask in ("full", "causal")]
+#: Head dimensions that wgmma alone has on tensor cores.
+WIDE = [Workload(d, dv, dtype, mask) for d, dv in ((96, 96), (192, 128), (256, 256)) for dtype in ("float16", "bfloat16")
+        for mask in ("full", "causal")]
+CASES = [(family, workload) for family in FAMILIES if family.NAME != "cpu" for workload in WORKLOADS] + [(wgmma, it) for it in WIDE]
+HALVES = [workload for workload in WORKLOADS + WIDE if workload.dtype == "float16"]
+LONG, CAUSAL = Workload(128, 128, "float16", "full"), Workload(128, 128, "float16", "causal")
 SHAPES = {**RAGGED, "long": (Shape(1, 2, 1, 1000, 1500), 1.0), "odd_group": (Shape(2, 5, 1, 130, 61), 1.0),
           "many_heads": (Shape(70000, 1, 1, 1, 3), 1.0), "negative_scale": (Shape(1, 2, 2, 333, 400), -1.0)}
+#: More query tiles than multiprocessors, several times: a persistent grid runs several waves.
+WAVES = Shape(3, 50, 10, 270, 290)
+#: Bytes of GPU memory that tensors of more than 2^31 elements want.
+ROOM = 40 << 30
+
+
+def name_of(value):
+    return getattr(value, "NAME", None) or getattr(value, "name", None) or str(value)
 
 
 @pytest.fixture(scope="module")
@@ -26,42 +41,56 @@ def arch():
 
 
 @pytest.fixture(scope="module")
-def forward(toolkit, arch, tmp_path_factory):
-    """Function (family, workload) -> flash_attention_forward of the seed plan's artefact, built once each; skips what is declined."""
+def built(toolkit, arch):
+    """Function (family, workload, plan, place) -> Variant of that place in an artefact."""
+    def make(family, workload, plan, place=1):
+        with cuda_compiler(toolkit, (arch.name,), CudaOptions(**family.compiler_options(plan))) as log:
+            module = build_plan(family, workload, plan, arch, place)
+        return variant_of(module, family, arch, plan, log.kernels)
+    return make
+
+
+@pytest.fixture(scope="module")
+def linked(tmp_path_factory):
+    """Function (workload, variants) -> flash_attention_forward of their artefact."""
+    def make(workload, *variants):
+        path = tmp_path_factory.mktemp("gpu") / f"{workload.name}.so"
+        export_artefact(variants, workload, path, {}, ())
+        return tvm_ffi.load_module(str(path)).flash_attention_forward
+    return make
+
+
+@pytest.fixture(scope="module")
+def forward(arch, built, linked):
+    """Function (family, workload, plan) -> flash_attention_forward of a plan, the seed where none is given; built once each.
+
+    Skips what the family declines.
+    """
     known = {}
 
-    def make(family, workload):
+    def make(family, workload, plan=None):
         reason = family.decline(workload, arch)
         if reason is not None:
             pytest.skip(f"{family.NAME} declines: {reason}")
-        key = family.NAME, workload
+        key = family.NAME, workload, plan
         if key not in known:
-            plan = family.default_plan(workload, arch)
-            with cuda_compiler(toolkit, (arch.name,), CudaOptions(**family.compiler_options(plan))) as log:
-                module = build_plan(family, workload, plan, arch)
-            path = tmp_path_factory.mktemp("gpu") / f"{family.NAME}_{workload.name}.so"
-            export_artefact([variant_of(module, family, arch, plan, log.kernels)], workload, path, {}, ())
-            known[key] = tvm_ffi.load_module(str(path))
-        return known[key].flash_attention_forward
+            known[key] = linked(workload, built(family, workload, plan or family.default_plan(workload, arch)))
+        return known[key]
     return make
 
 
 def run(function, workload, inputs, scale):
     """(out, lse) from the GPU; the outputs hold NaN before."""
     q, k, v = inputs
-    out = np.full((*q.shape[:3], v.shape[-1]), np.nan, np.float32).astype(reference.numpy_dtype(workload))
+    out = np.full((*q.shape[:3], v.shape[-1]), np.nan, reference.numpy_dtype(workload))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
     arguments = [tvm.runtime.tensor(array, tvm.cuda(0)) for array in (q, k, v, out, lse)]
     function(*arguments, scale)
     return arguments[3].numpy(), arguments[4].numpy()
 
 
-@pytest.mark.parametrize("case", SHAPES)
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family.NAME != "cpu"], ids=lambda family: family.NAME)
-def test_numbers_and_bits(forward, family, workload, case):
-    function = forward(family, workload)
-    shape, factor = SHAPES[case]
+def check(function, workload, shape, factor=1.0):
+    """The numbers are right, and the same bits come again."""
     inputs = reference.make_inputs(workload, shape)
     scale = float(np.float32(factor * workload.head_dim**-0.5))
     answer, lse_answer = reference.forward(workload, *inputs, scale)
@@ -71,12 +100,107 @@ def test_numbers_and_bits(forward, family, workload, case):
     assert out.tobytes() == again[0].tobytes() and lse.tobytes() == again[1].tobytes()
 
 
+@pytest.mark.parametrize("case", SHAPES)
+@pytest.mark.parametrize("family, workload", CASES, ids=name_of)
+def test_numbers_and_bits(forward, family, workload, case):
+    check(forward(family, workload), workload, *SHAPES[case])
+
+
 def test_nothing_is_written_on_bad_input(forward, arch):
     workload = WORKLOADS[0]
-    function = forward(FAMILIES[0], workload)
+    function = forward(takers(workload, arch)[0], workload)
     q, k, v = (tvm.runtime.tensor(array, tvm.cuda(0)) for array in reference.make_inputs(workload, Shape(1, 2, 1, 8, 8)))
     out = tvm.runtime.tensor(np.full((1, 8, 2, 64), 7, np.float16), tvm.cuda(0))
     lse = tvm.runtime.tensor(np.full((1, 2, 9), 7, np.float32), tvm.cuda(0))
     with pytest.raises(ValueError, match=r"lse.shape\[2\] is 9, wanted 8"):
         function(q, k, v, out, lse, 0.125)
     assert (out.numpy() == 7).all()
+
+
+@pytest.fixture
+def hopper(arch):
+    if not arch.wgmma_seed:
+        pytest.skip(f"wgmma needs an sm_90a, found {arch.name}")
+
+
+@pytest.mark.usefixtures("hopper")
+class TestWgmma:
+    @pytest.mark.parametrize("workload", HALVES, ids=name_of)
+    def test_several_waves(self, forward, workload):
+        check(forward(wgmma, workload), workload, WAVES)
+
+    @pytest.mark.parametrize("case", ["ragged", "one_query", "no_keys", "long", "odd_group", "negative_scale"])
+    @pytest.mark.parametrize("workload", HALVES, ids=name_of)
+    def test_plan_for_small_grids(self, forward, arch, workload, case):
+        plan, _ = wgmma.small_grid_plan(workload, arch, wgmma.default_plan(workload, arch))
+        check(forward(wgmma, workload, plan), workload, *SHAPES[case])
+
+    @pytest.mark.parametrize("changes", [{}, dict(blocks=0), dict(order_of_work=0), dict(stages=3), dict(kv_tile=80, stages=4),
+                                         dict(query_stages=2), dict(ping_pong=0), dict(late_wait=0), dict(lazy_rescale=0),
+                                         dict(polynomial_share=2), dict(q_tile=64)], ids=str)
+    @pytest.mark.parametrize("shape", [WAVES, Shape(1, 2, 1, 1000, 1500)], ids=["waves", "long"])
+    def test_every_knob(self, forward, arch, changes, shape):
+        workload = Workload(64, 64, "float16", "causal")
+        plan = wgmma.WgmmaPlan(q_tile=128, kv_tile=64, blocks=arch.peak.sms, order_of_work=1).but(**changes)
+        check(forward(wgmma, workload, plan), workload, shape)
+
+    @pytest.mark.parametrize("workload", [CAUSAL, Workload(64, 64, "bfloat16", "full")], ids=name_of)
+    def test_a_hundred_runs_give_the_same_bits(self, forward, workload):
+        function, inputs = forward(wgmma, workload), reference.make_inputs(workload, WAVES)
+        first = run(function, workload, inputs, 0.1)
+        for _ in range(100):
+            again = run(function, workload, inputs, 0.1)
+            assert all(found.tobytes() == expected.tobytes() for found, expected in zip(again, first))
+
+    def test_an_artefact_that_holds_mma_too_takes_wgmma(self, arch, built, linked):
+        """Which of them serves shows in the bits: they sum in different orders."""
+        inputs = reference.make_inputs(CAUSAL, WAVES)
+        plans = {family: family.default_plan(CAUSAL, arch) for family in (wgmma, mma)}
+
+        def bits(*variants):
+            return run(linked(CAUSAL, *variants), CAUSAL, inputs, 0.1)[0].tobytes()
+        of_wgmma, of_mma = (bits(built(family, CAUSAL, plan)) for family, plan in plans.items())
+        both = bits(*(built(family, CAUSAL, plan, place) for place, (family, plan) in enumerate(plans.items(), 1)))
+        assert both == of_wgmma != of_mma
+
+
+@pytest.mark.usefixtures("hopper")
+class TestMoreThan31Bits:
+    """Tensors of 140,000 rows of 128 heads and 128 channels: 2.3e9 elements. A few rows and heads are compared with the reference."""
+
+    LENGTH, HEADS, BLOCK = 140_000, 128, 1400
+    HEADS_CHECKED = [0, 77, 127]
+
+    @pytest.fixture(autouse=True)
+    def room(self):
+        free = tvm.cuda(0).available_global_memory
+        if free < ROOM:
+            pytest.skip(f"tensors of more than 2^31 elements want {ROOM >> 30} GiB of free GPU memory, found {free >> 30}")
+
+    def long_tensor(self, seed):
+        """[1, LENGTH, HEADS, 128]: a block of random rows again and again, but for the first channel, which tells all rows apart."""
+        rng = np.random.default_rng(seed)
+        block = rng.standard_normal((1, self.BLOCK, self.HEADS, 128), np.float32).astype(np.float16)
+        tensor = np.tile(block, (1, self.LENGTH // self.BLOCK, 1, 1))
+        tensor[..., 0] = rng.standard_normal(tensor.shape[:3], np.float32)
+        assert tensor.size > 2**31
+        return tensor
+
+    def check_some(self, function, inputs, rows):
+        q, k, v = inputs
+        out, lse = run(function, LONG, inputs, 0.1)
+        chosen = q[:, rows][:, :, self.HEADS_CHECKED], *(np.ascontiguousarray(x[:, :, self.HEADS_CHECKED]) for x in (k, v))
+        answer, lse_answer = reference.forward(LONG, *chosen, 0.1)
+        bound = reference.tolerance(LONG, *chosen, 0.1, answer)
+        found = out[:, rows][:, :, self.HEADS_CHECKED], lse[:, self.HEADS_CHECKED][:, :, rows]
+        assert reference.mismatch(*found, answer, lse_answer, bound) is None
+        assert not np.isnan(lse).any(), "rows that nobody has written"
+
+    def test_queries_and_output(self, forward):
+        q = self.long_tensor(0)
+        k, v = reference.make_inputs(LONG, Shape(1, self.HEADS, self.HEADS, 1, 64))[1:]
+        self.check_some(forward(wgmma, LONG), (q, k, v), [0, 1, 63, 65_535, 131_071, 131_072, 131_200, self.LENGTH - 1])
+
+    def test_keys_and_values(self, forward):
+        q, *_ = reference.make_inputs(LONG, Shape(1, self.HEADS, self.HEADS, 40, 1))
+        self.check_some(forward(wgmma, LONG), (q, self.long_tensor(1), self.long_tensor(2)), [0, 17, 39])

@@ -63,7 +63,9 @@ def test_targets_carry_the_true_limits(arch):
 
 
 @pytest.mark.parametrize("workload, arch, names", [
-    (Workload(128, 128, "float16", "causal"), cuda_arch("sm_90a"), ["mma", "simt"]),
+    (Workload(128, 128, "float16", "causal"), cuda_arch("sm_90a"), ["wgmma", "mma", "simt"]),
+    (Workload(128, 128, "float16", "causal"), cuda_arch("sm_90"), ["mma", "simt"]),
+    (Workload(192, 128, "bfloat16", "causal"), cuda_arch("sm_90a"), ["wgmma"]),
     (Workload(64, 64, "float32", "full"), cuda_arch("sm_75"), ["simt", "simt_te"]),
     (Workload(64, 64, "float32", "causal"), cpu_arch("x86-64-v4", 512, 2), ["cpu"]),
 ])
@@ -76,14 +78,14 @@ def test_nobody_takes_what_nobody_can():
     with pytest.raises(registry.NoSchedule) as error:
         registry.takers(workload, cuda_arch("sm_75"))
     message = str(error.value)
-    assert message.startswith("a schedule for fwd_d64_dv64_bf16_full on sm_75 was wanted, every family declined (mma: sm_75 has no")
+    assert message.startswith("a schedule for fwd_d64_dv64_bf16_full on sm_75 was wanted, every family declined (wgmma: sm_75 has no")
     assert all(f"{family.NAME}: " in message for family in registry.FAMILIES)
 
 
 def test_family_by_name():
-    assert registry.family_named("mma").NAME == "mma"
-    with pytest.raises(registry.NoSchedule, match="a family is one of mma, simt, simt_te, cpu, found 'wgmma': choose one of these"):
-        registry.family_named("wgmma")
+    assert registry.family_named("mma").NAME == "mma" and registry.family_named("wgmma").NAME == "wgmma"
+    with pytest.raises(registry.NoSchedule, match="a family is one of wgmma, mma, simt, simt_te, cpu, found 'zz': choose one of these"):
+        registry.family_named("zz")
 
 
 @pytest.mark.parametrize("family", registry.FAMILIES, ids=lambda family: family.NAME)

@@ -6,7 +6,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as T
 
-from schedules.lowering import rewrite
+from schedules.lowering import polynomial_exp2, rewrite
 
 
 def loops_over(stmt, name):
@@ -93,3 +93,92 @@ def test_division_truncates():
     result = tvm.runtime.tensor(np.zeros(4, "int32"))
     tvm.compile(mod, "llvm")(result, 17, 5)
     assert result.numpy().tolist() == [3, 2, 0, 0]
+
+
+@T.prim_func
+def divided_in_a_loop(a: T.handle, n: T.int32, g: T.int32):
+    A = T.match_buffer(a, (64,), "int32")
+    block = T.launch_thread("blockIdx.x", 1)
+    for t in range(n):
+        A[t] = (t + block) // g * 10 + (t + block) % g + n // g * 100
+
+
+@pytest.mark.parametrize("n, g", [(10, 3), (1, 1), (0, 2), (7, 100)])
+def test_divisions_are_computed_once(n, g):
+    mod = rewrite.truncated_division()(rewrite.hoist_divisions()(
+        tvm.IRModule({"main": divided_in_a_loop.with_attr("global_symbol", "main")})))
+    kinds = []
+    tvm_ffi.structural_walk(mod["main"].body, ((tirx.Div, tirx.Mod), lambda expr: kinds.append(type(expr).__name__)))
+    assert kinds == ["Div"] * 2, "one for the launch, one for an iteration"
+
+    def without_launch(mark):
+        return tirx.SeqStmt([tirx.Bind(mark.node.var, tirx.IntImm("int32", 0)), mark.body])
+    func = mod["main"].with_body(tvm_ffi.structural_map(mod["main"].body, (tirx.AttrStmt, without_launch)))
+    result = tvm.runtime.tensor(np.full(64, -1, "int32"))
+    tvm.compile(tirx.transform.ConvertSSA()(tvm.IRModule({"main": func})), "llvm")(result, n, g)
+    assert result.numpy().tolist() == [t // g * 10 + t % g + n // g * 100 for t in range(n)] + [-1] * (64 - n)
+
+
+@T.prim_func
+def told_by_another_loop(a: T.handle, n: T.int32, g: T.int32):
+    A = T.match_buffer(a, (64,), "int32")
+    block = T.launch_thread("blockIdx.x", 1)
+    for t in range(n):
+        T.evaluate(T.call_extern("int32", rewrite.PUBLISH_FACTS, T.uint32(64), t))
+    for u in range(n):
+        T.evaluate(T.call_extern("int32", rewrite.TAKE_FACTS, T.uint32(64)))
+        A[u] = (u + block) // g + (u + block) // (g + 1)
+
+
+def test_one_loop_divides_for_another():
+    """The loop that takes facts has no division left, and reads as many numbers as the other one works out and writes."""
+    mod = rewrite.hoist_divisions()(tvm.IRModule({"main": told_by_another_loop.with_attr("global_symbol", "main")}))
+    loops = []
+    tvm_ffi.structural_walk(mod["main"].body, (tirx.For, loops.append))
+    telling, taking = (str(loop) for loop in sorted(loops, key=lambda loop: "flashtir_get" in str(loop)))
+    assert telling.count("T.Div(") == telling.count('"flashtir_put"') == taking.count('"flashtir_get"') == 2
+    assert "T.Div(" not in taking and "//" not in taking
+
+
+@T.prim_func
+def scaled_copy(a: T.handle, b: T.handle, n: T.int32):
+    A = T.match_buffer(a, (64,), "int32")
+    B = T.match_buffer(b, (64,), "int32")
+    C = T.alloc_buffer((64,), "int32", scope="local")
+    for t in range(n):
+        C[t * 2] = A[t * 2 + 1]
+        B[t * n] = C[t * 2]
+
+
+def test_indices_into_arguments_have_64_bits():
+    mod = rewrite.wide_indices()(tvm.IRModule({"main": scaled_copy.with_attr("global_symbol", "main")}))
+    found = {}
+
+    def note(buffer, indices):
+        for index in indices:  # the leaves: variables are cast, constants have the type
+            tvm_ffi.structural_walk(index, ((tirx.Cast, tirx.IntImm), lambda leaf: found.setdefault(buffer.name, set()).add(str(leaf.ty))))
+    tvm_ffi.structural_walk(mod["main"].body, ((tvm.ir.TensorLoad, lambda load: note(load.source, load.indices)),
+                                               (tirx.BufferStore, lambda store: note(store.buffer, store.indices))))
+    assert found == {"A": {"int64"}, "B": {"int64"}, "C": {"int32"}}
+    result = tvm.runtime.tensor(np.zeros(64, "int32"))
+    tvm.compile(mod, "llvm")(tvm.runtime.tensor(np.arange(64, dtype="int32")), result, 5)
+    assert result.numpy()[:25:5].tolist() == [1, 3, 5, 7, 9]
+
+
+@pytest.mark.parametrize("share", [0, 1, 2])
+def test_a_share_of_the_exponentials_is_a_polynomial(share):
+    """Of each eight blocks of eight columns; 32 steps of two blocks, here with one element each."""
+    x, y = (tirx.decl_buffer((32, 2), "float32", name=name) for name in "xy")
+    step, half = tirx.Var("step", "int32"), tirx.Var("half", "int32")
+    body = tirx.BufferStore(y, tirx.exp2(x[step, half]), [step, half])
+    for var, extent in ((half, 2), (step, 32)):
+        body = tirx.For(var, tirx.IntImm("int32", 0), tirx.IntImm("int32", extent), tirx.ForKind.SERIAL, body)
+    marked = tirx.AttrStmt(tirx.IntImm("int32", 0), polynomial_exp2.POLYNOMIAL_SHARE, tirx.IntImm("int32", share), body)
+    func = tirx.PrimFunc([x, y], marked).with_attr("global_symbol", "main")
+    function = tvm.compile(polynomial_exp2.share_exponentials()(tvm.IRModule({"main": func})), "llvm")
+    values = -np.linspace(0, 20, 64, dtype="float32").reshape(32, 2)
+    result = tvm.runtime.tensor(np.zeros((32, 2), "float32"))
+    function(tvm.runtime.tensor(values), result)
+    error = np.abs(result.numpy() / np.exp2(values.astype("float64")) - 1).ravel().reshape(8, 8)
+    assert error.max() < 3.5e-6 and (error[:, share:] < 2e-7).all()
+    assert (error[:, :share].max(axis=0) > 1e-6).all(), "these are no library calls"

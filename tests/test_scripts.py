@@ -71,7 +71,7 @@ class TestRefused:
         ("export", ["--target", "sm_90a", "--plan", "default", "--also", "sm_89", "sm_80"], "the first of --also must be the least of all"),
         ("export", ["--target", "sm_80", "--plan", "default", "--also", "sm_89"],
          "--also must add what the variants before it cannot serve, found that mma for sm_80 serves sm_89 too: name sm_89 before it, or"),
-        ("show", ["--target", "cpu", "--family", "zz"], "--family is one of mma, simt, simt_te, cpu, found 'zz'"),
+        ("show", ["--target", "cpu", "--family", "zz"], "--family is one of wgmma, mma, simt, simt_te, cpu, found 'zz'"),
         ("show", ["nests", "--target", "cpu", "--blocks", "no"], "--blocks must name blocks of the nests, found 'no' in none"),
         ("bench", ["--target", "cpu", "--milliseconds", "nan"], "--rounds, --tokens, --hidden, --lengths and --milliseconds must be"),
         ("bench", ["--target", "cpu", "--json", "missing/a.json"], "--json must be a file in a folder that exists"),
@@ -197,12 +197,15 @@ class TestExportAndRun:
 
     def test_variants_for_several_gpu_generations(self, toolkit, tmp_path):
         path = tmp_path / "cuda.so"
-        output = command("export", "--target", "sm_90a", "--family", "mma", "--also", "sm_80", "sm_89", "--also", "sm_120",
-                         "--plan", "default", "--workload", "d64_f16_full", "--output", path, code=0).stdout
+        output = command("export", "--target", "sm_90a", "--also", "sm_80", "sm_89", "--also", "sm_120", "--plan", "default",
+                         "--workload", "d64_f16_full", "--output", path, code=0).stdout
         assert (echoed(output)["archs"], [it["archs"] for it in echoed(output)["also"]]) == (["sm_90a"], [["sm_80", "sm_89"], ["sm_120"]])
-        for kernel in ("kernel on sm_90a", "variant2_kernel on sm_80", "variant2_kernel on sm_89", "variant3_kernel on sm_120"):
+        for kernel in ("kernel on sm_90a", "negative_scale_kernel on sm_90a", "variant2_kernel on sm_90a"):
+            assert re.search(rf"^attention_forward_{kernel}: \d+ registers, 0 bytes of spills", output, re.MULTILINE)
+        for kernel in ("variant3_kernel on sm_80", "variant3_kernel on sm_89", "variant4_kernel on sm_120"):
             assert re.search(rf"^attention_forward_{kernel}: \d+ registers", output, re.MULTILINE)
-        assert [it["target"]["lowered_for"] for it in read_manifest(path)["variants"]] == ["sm_90a", "sm_80", "sm_120"]
+        variants = [(it["family"], it["target"]["lowered_for"]) for it in read_manifest(path)["variants"]]
+        assert variants == [("wgmma", "sm_90a"), ("wgmma", "sm_90a"), ("mma", "sm_80"), ("mma", "sm_120")], "the second for small grids"
 
     def test_further_variants_are_tuned_where_a_log_is(self):
         workload, args = Workload(64, 64, "float16", "full"), Namespace(plan="best", logs=None)
@@ -230,12 +233,15 @@ class TestShow:
         assert "b_h_i_0_t_0_fused in ...  parallel" in split.split("--- ")[-1]
         assert "split_kv has sections nests and tir, found plan" in command("show", "plan", "--family", "split_kv", code=2).stderr
 
-    def test_plan_with_the_papers_rule(self):
-        output = command("show", "plan", "--workload", "d128_f16_causal", "--target", "sm_90a", code=0).stdout
+    @pytest.mark.parametrize("family, limit", [
+        ("wgmma", r"shared memory of plan .* must stay within 232448 bytes"), ("mma", "registers, about of plan .* must stay within 255")])
+    def test_plan_with_the_papers_rule(self, family, limit):
+        chosen = ["--family", family] if family != FAMILIES[0].NAME else []
+        output = command("show", "plan", "--workload", "d128_f16_causal", "--target", "sm_90a", *chosen, code=0).stdout
         assert re.search(r"^cpu +declines: sm_90a is no CPU$", output, re.MULTILINE)
         assert "M = 116224 elements of shared memory, Bc = ceil(M / 4d) = 227, Br = min(Bc, d) = 128" in output
-        assert re.search(r"^largest Bc within the budget of mma: \d+$", output, re.MULTILINE)
-        assert re.search(r"^the next larger one: registers, about of plan .* must stay within 255", output, re.MULTILINE)
+        assert re.search(rf"^largest Bc within the budget of {family}: \d+$", output, re.MULTILINE)
+        assert re.search(rf"^the next larger one: {limit}", output, re.MULTILINE)
 
     def test_tir_and_assembly(self):
         output = command("show", "tir", "source", "--workload", "d64_f32_causal", "--target", "cpu", code=0).stdout

@@ -6,7 +6,7 @@ from tvm import s_tir
 
 from schedules import build
 from schedules.arch import cpu_arch, cuda_arch
-from schedules.families import cpu, mma, simt, simt_te
+from schedules.families import cpu, mma, simt, simt_te, wgmma
 from schedules.plan import PlanError
 from schedules.registry import NoSchedule, takers
 from schedules.space import Space, decisions, draw, schedule_in, spaces_of
@@ -16,7 +16,8 @@ from tests import stand_in
 
 CPU = cpu_arch("x86-64-v4", 512, 2)
 ARCHS = [cuda_arch(name) for name in ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_120")] + [CPU]
-CASES = [(cpu, Workload(64, 64, "float32", "causal"), CPU), (mma, Workload(64, 64, "float16", "causal"), cuda_arch("sm_80")),
+CASES = [(cpu, Workload(64, 64, "float32", "causal"), CPU), (wgmma, Workload(64, 64, "float16", "causal"), cuda_arch("sm_90a")),
+         (mma, Workload(64, 64, "float16", "causal"), cuda_arch("sm_80")),
          (simt, Workload(64, 64, "float32", "causal"), cuda_arch("sm_80")), (simt_te, Workload(64, 64, "float32"), cuda_arch("sm_80"))]
 SHAPE = Shape(2, 4, 2, 512, 512)
 

@@ -34,8 +34,9 @@ class TestName:
             Workload.parse("fwd_d64_dv64_f16_banded")
 
     @pytest.mark.parametrize("short, workload", PRESETS.items(), ids=list(PRESETS))
-    def test_presets_are_workloads_of_equal_dimensions(self, short, workload):
-        assert workload.name == "fwd_" + short.replace("_", f"_dv{workload.head_dim}_", 1)
+    def test_presets_are_named_by_the_head_dimension(self, short, workload):
+        assert workload.name == "fwd_" + short.replace("_", f"_dv{workload.value_dim}_", 1)
+        assert workload.value_dim == (128 if workload.head_dim == 192 else workload.head_dim), "as DeepSeek's latent attention has them"
 
 
 class TestLimits:

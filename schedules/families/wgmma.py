@@ -1,10 +1,9 @@
 """wgmma: Hopper's asynchronous tensor cores, fed by the tensor memory accelerator (FlashAttention-3, sections 3.1 and 3.2).
 
-The idea. A thread block takes a tile of query rows. Consumer warpgroups of four warps own 64 rows each; one more warpgroup does nothing
-but ask the tensor memory accelerator for tiles, which land in rings of shared memory and are handed over by barriers. Products are
-asynchronous: that of the scores of tile t is issued, then that of the output of tile t - 1, and the exponentials of tile t run while
-the tensor cores work. Where warpgroups take turns at issuing (ping-pong), one computes exponentials while the other's products run. The
-grid is persistent: a block goes on to its next tile, whose queries and first keys the loader has fetched in the meantime.
+The idea. A thread block takes a tile of query rows. Consumer warpgroups of four warps own 64 rows each; one more warpgroup only asks the
+tensor memory accelerator for tiles, which land in rings of shared memory and are handed over by barriers. Products are asynchronous: that
+of the scores of tile t is issued, then that of the output of tile t - 1, and the exponentials of tile t run beside them; warpgroups may take
+turns at issuing (ping-pong). The grid is persistent: a block goes on to its next tile, whose queries and first keys are there by then.
 
 The budget. Registers decide again: per thread a consumer holds O (DV / 2), S (kv_tile / 2) and P (kv_tile / 4), of the 240 registers
 that setmaxnreg gives to each of two consumer warpgroups, and 160 to each of three. Shared memory holds Q once or twice, and K and V
@@ -40,17 +39,15 @@ BINDS_AT = "bind_grid"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 #: Rows, heads and channels are coordinates of the tensor memory accelerator, and offsets into O and LSE have 64 bits.
 MAX_ELEMENTS = 2**40 - 1
+MAX_SPILL_BYTES = 0  # local memory in the key loop would cost more than any tile gains
 LOADS = ("Q_load", "K_load", "V_load")
 STATISTICS = ("row_max_init", "row_sum_init", "tile_max", "pair_max", "row_max_new", "rescale", "row_max_scaled", "tile_sum",
               "row_sum_new", "row_sum_total", "row_sum_inverse")
-#: The copy of the scores that waits for them, as cache_read names it.
-READY = "S_warp"
+READY = "S_warp"  # the copy of the scores that waits for them, as cache_read names it
 #: Consumer warpgroups -> registers per thread of the loader, as FlashAttention-3 has them.
 LOADER_REGISTERS = {1: 56, 2: 24, 3: 32}
 #: Registers beside S, P and O: statistics, addresses, barriers (read off compiled kernels).
 OTHER_REGISTERS = 32
-#: Bytes of shared memory that barriers take at most.
-BARRIER_BYTES = 512
 #: Powers of two by which scores may outgrow their row's reference value where the rescale is lazy.
 SLACK = 8
 
@@ -61,6 +58,7 @@ class WgmmaPlan(Plan):
 
     blocks             thread blocks of a persistent grid, one for each multiprocessor; 0: one for each query tile
     order_of_work      in which the blocks of a persistent grid take their tiles, schedules.lowering.order_of_work
+    shared_decode      1: the loader works out what the next tile of a persistent grid is, and tells the consumers
     stages             copies of a K or V tile in its ring
     query_stages       copies of the Q tile: with 2 the next tile's queries come while this one is computed
     ping_pong          1: consumer warpgroups take turns at issuing products
@@ -72,6 +70,7 @@ class WgmmaPlan(Plan):
 
     blocks: int = 0
     order_of_work: int = 0
+    shared_decode: int = 0
     stages: int = 2
     query_stages: int = 1
     ping_pong: int = 1
@@ -81,14 +80,14 @@ class WgmmaPlan(Plan):
     loader_registers: int = 24
 
     @property
-    def warps(self):
-        """Consumer warps; each owns 16 query rows."""
-        return self.q_tile // intrinsics.WARP_ROWS
-
-    @property
     def groups(self):
         """Consumer warpgroups."""
         return self.q_tile // intrinsics.GROUP_ROWS
+
+    @property
+    def warps(self):
+        """Consumer warps; each owns 16 query rows."""
+        return intrinsics.GROUP_WARPS * self.groups
 
     @property
     def statistics(self):
@@ -121,9 +120,10 @@ def default_plan(workload, arch):
 def small_grid_plan(workload, arch, plan):
     """(plan, (rows, tiles)): what serves calls with fewer tiles of so many rows, one warpgroup's, than a wave has blocks, where `plan`
     would leave multiprocessors without work; None where no such plan fits."""
-    rows, loader = intrinsics.GROUP_ROWS, LOADER_REGISTERS[1]
-    small = fitting([plan.but(q_tile=rows, blocks=0, query_stages=1, ping_pong=0, loader_registers=loader)], budget, workload, arch)
-    return (small[0], (rows, arch.peak.sms + 1)) if small and plan.q_tile > rows else None
+    rows = intrinsics.GROUP_ROWS
+    changes = dict(q_tile=rows, blocks=0, shared_decode=0, query_stages=1, ping_pong=0, loader_registers=LOADER_REGISTERS[1])
+    small = fitting([plan.but(**changes)], budget, workload, arch) if plan.q_tile > rows else ()
+    return (small[0], (rows, arch.peak.sms + 1)) if small else None
 
 
 def tile_choices(workload, arch):
@@ -132,14 +132,14 @@ def tile_choices(workload, arch):
     sizes = [(q_tile, kv_tile) for q_tile in (128, 192) for kv_tile in range(64, 225, 16)] + [(64, 128), (64, 176)]
     tiles = [seed.but(q_tile=q_tile, kv_tile=kv_tile, query_stages=1, loader_registers=LOADER_REGISTERS[q_tile // intrinsics.GROUP_ROWS])
              for q_tile, kv_tile in sizes if (q_tile, kv_tile) != (seed.q_tile, seed.kv_tile)]
-    return fitting([seed, seed.but(blocks=0), seed.but(lazy_rescale=0), *tiles], budget, workload, arch)
+    return fitting([seed, seed.but(blocks=0, shared_decode=0), seed.but(lazy_rescale=0), *tiles], budget, workload, arch)
 
 
 def knobs(workload, arch, plan):
     """Candidates of the sampled fields for a plan's structure."""
     orders = (order_of_work.TO_AND_FRO, order_of_work.FAIR) if plan.blocks and workload.mask == "causal" else (plan.order_of_work,)
     return {"stages": (2, 3, 4), "query_stages": (1, 2), "ping_pong": (0, 1) if plan.groups > 1 else (plan.ping_pong,), "late_wait": (0, 1),
-            "polynomial_share": (0, 1, 2), "order_of_work": orders}
+            "polynomial_share": (0, 1, 2), "shared_decode": (0, 1) if plan.blocks else (0,), "order_of_work": orders}
 
 
 def budget(workload, arch, plan):
@@ -150,11 +150,11 @@ def budget(workload, arch, plan):
     require(plan.kv_tile % 16 == 0 and 16 <= plan.kv_tile <= 256, "kv_tile must be a multiple of 16 up to 256", plan.kv_tile, "round it")
     require(plan.loader_registers % 8 == 0 and plan.loader_registers >= 24, "loader_registers must be a multiple of 8 from 24 on",
             plan.loader_registers, "round it")
+    tiles = 2 * (plan.query_stages * plan.q_tile * d + plan.stages * plan.kv_tile * (d + dv))
     return Budget((
         ("threads", warp_roles.GROUP * (plan.groups + 1), arch.threads_per_block, "of a block"),
-        ("shared memory", 2 * (plan.query_stages * plan.q_tile * d + plan.stages * plan.kv_tile * (d + dv)) + BARRIER_BYTES,
-         arch.smem_bytes, "bytes"),
-        ("registers, about", dv // 2 + plan.kv_tile // 2 + plan.kv_tile // 4 + OTHER_REGISTERS,
+        ("shared memory", tiles + warp_roles.bookkeeping_bytes(plan.stages, plan.query_stages), arch.smem_bytes, "bytes"),
+        ("registers, about", dv // 2 + plan.kv_tile * 3 // 4 + OTHER_REGISTERS,
          warp_roles.consumer_registers(plan.groups, plan.loader_registers), "per consumer"),
     )).check(plan, arch)
 

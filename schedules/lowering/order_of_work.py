@@ -6,7 +6,8 @@ the tiles of a wave from the first block to the last, those of the next wave bac
 whose keys and values stay in the L2 cache, but it is fair only where tiles are of one length. Under a causal mask they shrink one by
 one, and `FAIR` deals in two steps:
 
-* For most waves a block takes pairs: a head's longest tile and its shortest, or the second of both, and so on. Pairs cost the same.
+* For most waves a block takes pairs: the longest tile of a head and the shortest of the next head, or the second longest and the second
+  shortest, and so on. Pairs cost the same, whatever the number of tiles.
 * The tiles of the last heads, three waves or so, are dealt longest first, to and fro. The last waves are then short, and so is the wait
   for the slowest block.
 """
@@ -31,28 +32,27 @@ def deal(order, wave, block, blocks, heads, tiles):
     if order == TO_AND_FRO:
         return wave * blocks + turned
     waves = _div(total + blocks - 1, blocks)
-    paired = _max(_div(waves - LAST_WAVES, 2), 0) * 2  # waves
-    first_head, first_tile = _div(paired * blocks, tiles), _mod(paired * blocks, tiles)
+    pairs = _min(_max(_div(waves - LAST_WAVES, 2), 0), _div(_div(heads, 2) * tiles, blocks))  # of a block
+    number = _div(wave, 2) * blocks + block
+    head, shorter = _div(number, tiles) * 2, _mod(number, tiles)
+    pair = _select(_mod(wave, 2), (head + 2) * tiles - 1 - shorter, head * tiles + shorter)
 
-    def inside_out(tile):
-        """The tile-th of: the longest, the shortest, the second longest, ..."""
-        return _select(_mod(tile, 2), tiles - 1 - _div(tile, 2), _div(tile, 2))
-
-    rank = (_div(wave, 2) * blocks + block) * 2 + _mod(wave, 2)
-    pair = rank - _mod(rank, tiles) + inside_out(_mod(rank, tiles))
-    # What the pairs leave: the middle tiles of one head, and whole heads. Sorted, the tiles of one length stand side by side.
-    place = (wave - paired) * blocks + turned
-    left = heads - 1 - first_head  # whole heads
-    middle, rest = _div(first_tile + 1, 2), tiles - first_tile
-    long, inner = _min(place, left * middle), _min(_max(place - left * middle, 0), (left + 1) * rest)
-    short = place - left * middle - (left + 1) * rest
-    tile = _select(_less(place, left * middle), _div(long, _max(left, 1)),
-                   _select(_less(short, 0), middle + _div(inner, left + 1), middle + rest + _div(short, _max(left, 1))))
-    # The head whose middle is left counts as one more beside the whole ones, the first.
-    aside = _select(_less(place, left * middle), first_head + 1 + _mod(long, _max(left, 1)),
-                    _select(_less(short, 0), first_head + _mod(inner, left + 1), first_head + 1 + _mod(short, _max(left, 1))))
-    last = _select(_less(place, total - paired * blocks), aside * tiles + tile, total)
-    return _select(_less(wave, paired), pair, last)
+    # What the pairs leave: whole heads, and of the two before them the tiles that are not in pairs yet, `begun` of either are. Sorted, the
+    # tiles of one length stand side by side: first and last that of one of the two and of each whole head, in between of both or none.
+    first, begun = _div(pairs * blocks, tiles) * 2, _mod(pairs * blocks, tiles)
+    near, far = _min(begun, tiles - begun), _max(begun, tiles - begun)
+    whole = heads - first - _select(_less(0, begun), 2, 0)
+    outer, inner = whole + 1, _select(_less(begun, far), heads - first, whole)
+    place = (wave - pairs * 2) * blocks + turned
+    middle = place - near * outer
+    end = middle - (far - near) * inner
+    outside = _select(_less(middle, 0), place, _max(end, 0))
+    inside, beside = _max(middle, 0), _mod(outside, outer)
+    long = (first + 1 + beside) * tiles + _div(outside, outer)
+    short = (first + beside + _min(beside, 1)) * tiles + far + _div(outside, outer)
+    between = (heads - inner + _mod(inside, _max(inner, 1))) * tiles + near + _div(inside, _max(inner, 1))
+    last = _select(_less(middle, 0), long, _select(_less(end, 0), between, short))
+    return _select(_less(wave, pairs * 2), pair, _select(_less(place, total - pairs * 2 * blocks), last, total))
 
 
 def _symbolic(*values):

@@ -215,47 +215,66 @@ class _Quotients:
         return tvm_ffi.structural_map(body, ((tirx.FloorDiv, tirx.FloorMod), replace))
 
 
-#: Stands in a loop where there is time to work out what the loop's body binds first in its next iteration.
-NEXT_ITERATION = "flashtir_next_iteration"
+#: Calls in two loops over the same iterations. Where the one says TAKE_FACTS(address), the numbers that its body binds first and its
+#: quotients are read from shared memory; where the other one says PUBLISH_FACTS(address, iteration), they are computed and written there.
+TAKE_FACTS, PUBLISH_FACTS = "flashtir_take_facts", "flashtir_publish_facts"
+#: Bytes of shared memory for the numbers of one iteration, and of each.
+FACT_BYTES, NUMBER_BYTES = 32, 4
+_FACT_SOURCES = {
+    "flashtir_get": """\
+__device__ __forceinline__ int flashtir_get(unsigned from) {
+  int value;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+""",
+    "flashtir_put": """\
+__device__ __forceinline__ void flashtir_put(unsigned to, int value) {
+  asm volatile("st.shared.s32 [%0], %1;" :: "r"(to), "r"(value) : "memory");
+}
+""",
+}
 
 
-def _bind_early(loop, pairs, body):
-    """A loop whose body binds these (variable, value) pairs first; where the body says so, they are computed an iteration ahead.
+def _is_extern(call, name):
+    return is_call(call, "call_extern") and str(getattr(call.args[0], "value", "")) == name
 
-    They are then carried in local memory, which ends as registers.
-    """
-    def loop_of(body):
-        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, None, loop.annotations, loop.step)
 
-    def compute(iteration):
-        """Statements that bind copies of the variables for an iteration, and these copies."""
-        copies, stmts = {loop.loop_var: iteration}, []
-        for var, value in pairs:
+class _Facts:
+    """(variable, value) pairs that an iteration of one loop takes from another."""
+
+    def __init__(self):
+        self.loop_var, self.pairs = None, None
+
+    def taken(self, loop_var, pairs, stmts):
+        """The statements of a loop's body with the pairs bound where they are taken; None where the body takes nothing."""
+        at = next((n for n, stmt in enumerate(stmts) if isinstance(stmt, tirx.Evaluate) and _is_extern(stmt.value, TAKE_FACTS)), None)
+        if at is None:
+            return None
+        if len(pairs) * NUMBER_BYTES > FACT_BYTES:
+            raise ValueError(f"an iteration must take at most {FACT_BYTES // NUMBER_BYTES} numbers, found {len(pairs)}: raise FACT_BYTES")
+        self.loop_var, self.pairs, address = loop_var, pairs, stmts[at].value.args[1]
+        binds = (tirx.Bind(var, T.cuda.func_call("flashtir_get", self._place(address, n), source_code=_FACT_SOURCES["flashtir_get"],
+                                                 return_type="int32")) for n, (var, _) in enumerate(pairs))
+        return [*stmts[:at], *binds, *stmts[at + 1:]]
+
+    def published(self, stmt):
+        """What stands in the place of a PUBLISH_FACTS."""
+        if not _is_extern(stmt.value, PUBLISH_FACTS):
+            return stmt
+        address, iteration = stmt.value.args[1:]
+        copies, stmts = {self.loop_var: iteration}, []
+        for n, (var, value) in enumerate(self.pairs):
             copy = tirx.Var(var.name, var.ty)
-            stmts.append(tirx.Bind(copy, substitute(value, copies)))
+            stmts += [tirx.Bind(copy, substitute(value, copies)), tirx.Evaluate(T.cuda.func_call(
+                "flashtir_put", self._place(address, n), copy, source_code=_FACT_SOURCES["flashtir_put"]))]
             copies[var] = copy
-        return stmts, [copies[var] for var, _ in pairs]
+        return tirx.SeqStmt(stmts)
 
-    def carry(iteration):
-        stmts, copies = compute(iteration)
-        return tirx.SeqStmt([*stmts, *(tirx.BufferStore(carried, copy, [place(n)]) for n, copy in enumerate(copies))])
+    @staticmethod
+    def _place(address, number):
+        return address + tirx.const(number * NUMBER_BYTES, "uint32")
 
-    def place(number):
-        return tirx.IntImm("int32", number)
-
-    marks = []
-    tvm_ffi.structural_walk(body, (tvm.ir.Call, lambda call: marks.append(call) if _is_next_iteration(call) else None))
-    if not pairs or not marks:
-        return loop_of(tirx.SeqStmt([*(tirx.Bind(*pair) for pair in pairs), body]) if pairs else body)
-    carried = tirx.decl_buffer((len(pairs),), "int32", "carried", scope="local")
-    body = tvm_ffi.structural_map(
-        body, (tirx.Evaluate, lambda stmt: carry(loop.loop_var + 1) if _is_next_iteration(stmt.value) else stmt))
-    loads = (tirx.Bind(var, tirx.BufferLoad(carried, [place(n)])) for n, (var, _) in enumerate(pairs))
-    return tirx.SeqStmt([tirx.AllocBuffer(carried), carry(loop.min), loop_of(tirx.SeqStmt([*loads, body]))])
-
-
-def _is_next_iteration(call):
-    return is_call(call, "call_extern") and str(getattr(call.args[0], "value", "")) == NEXT_ITERATION
 
 @function_pass("flashtir.HoistDivisions")
 def hoist_divisions(func):
@@ -273,20 +292,23 @@ def hoist_divisions(func):
         # What the body binds first is known as well.
         stmts = list(loop.body.seq) if isinstance(loop.body, tirx.SeqStmt) else [loop.body]
         bound = list(itertools.takewhile(lambda stmt: isinstance(stmt, tirx.Bind), stmts))
-        rest = stmts[len(bound):]
         quotients = _Quotients([*known, loop.loop_var, *(stmt.var for stmt in bound)])
-        rest = quotients.replace(rest[0] if len(rest) == 1 else tirx.SeqStmt(rest))
-        return _bind_early(loop, [*((stmt.var, stmt.value) for stmt in bound), *quotients.found], rest)
+        rest = [quotients.replace(stmt) for stmt in stmts[len(bound):]]
+        pairs = [*((stmt.var, stmt.value) for stmt in bound), *quotients.found]
+        body = facts.taken(loop.loop_var, pairs, rest) or [*(tirx.Bind(*pair) for pair in pairs), *rest]
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body[0] if len(body) == 1 else tirx.SeqStmt(body), None,
+                        loop.annotations, loop.step)
 
     def at_top(mark):
         if not any(mark.node.same_as(launch.node) for launch in launches[-1:]):
             return mark
         body = top.replace(mark.body)
         known.extend(var for var, _ in top.found)
-        body = tirx.SeqStmt([*(tirx.Bind(*pair) for pair in top.found), tvm_ffi.structural_map(body, (tirx.For, in_loop))])
+        body = tvm_ffi.structural_map(tvm_ffi.structural_map(body, (tirx.For, in_loop)), (tirx.Evaluate, facts.published))
+        body = tirx.SeqStmt([*(tirx.Bind(*pair) for pair in top.found), body]) if top.found else body
         return tirx.AttrStmt(mark.node, mark.attr_key, mark.value, body)
 
-    top = _Quotients(known)
+    top, facts = _Quotients(known), _Facts()
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, at_top)))
 
 

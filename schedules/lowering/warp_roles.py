@@ -16,7 +16,7 @@ from schedules.lowering import bulk_loads, order_of_work, rewrite
 from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
 
 #: Fields of the plan that stand as annotations on block `attn`, and as attributes of the function later, behind PREFIX.
-KNOBS = ("stages", "query_stages", "ping_pong", "order_of_work", "loader_registers")
+KNOBS = ("stages", "query_stages", "ping_pong", "order_of_work", "shared_decode", "loader_registers")
 PREFIX = "flashtir."
 #: Mark of the loop over the work tiles of a block, where the grid is persistent.
 WAVES = "pragma_flashtir_waves"
@@ -27,6 +27,16 @@ REGISTERS_PER_SM = 65536
 BARRIER_BYTES = 8
 #: What setmaxnreg takes at most, and the multiple that it wants.
 MOST_REGISTERS, REGISTER_STEP = 240, 8
+
+
+def barrier_bytes(stages, query_stages):
+    """Shared memory of the barriers: a full and an empty one for each copy of a tile of Q, K and V."""
+    return 2 * (query_stages + 2 * stages) * BARRIER_BYTES
+
+
+def bookkeeping_bytes(stages, query_stages):
+    """Shared memory of barriers, and of what the loader tells about each copy of Q."""
+    return barrier_bytes(stages, query_stages) + query_stages * rewrite.FACT_BYTES
 
 
 def consumer_registers(groups, loader_registers):
@@ -129,13 +139,6 @@ def _release_queries(work):
     return [*work[:last + 1], event, *work[last + 1:]]
 
 
-def _decode_early(work):
-    """A work tile's statements with an event in front of the last wait for a product: time to work out what the next tile is."""
-    waits = [n for n, stmt in enumerate(work) if isinstance(stmt, tirx.Evaluate) and any(
-        isinstance(argument, tvm.ir.StringImm) and argument.value == "wait_group" for argument in getattr(stmt.value, "args", ()))]
-    return [*work[:waits[-1]], tirx.Evaluate(tirx.call_extern("int32", rewrite.NEXT_ITERATION)), *work[waits[-1]:]]
-
-
 def _keys_first(work):
     """A work tile's statements with the queries loaded behind the first keys: these find room while the queries still wait for theirs."""
     loads = [n for n, stmt in enumerate(work) if isinstance(stmt, tirx.Evaluate) and events.name_of(stmt.value) == "bulk_load"]
@@ -152,6 +155,7 @@ class _Roles:
             self.waves = program[0].body
         for knob in KNOBS:
             setattr(self, knob, int(func.attrs[PREFIX + knob]))
+        self.shared_decode = self.shared_decode and self.waves is not None
         self.lane, self.thread_warp = (threads[tag].node.var for tag in ("threadIdx.x", "threadIdx.y"))
         self.warps = int(threads["threadIdx.y"].value)
         self.groups = self.warps // GROUP_WARPS
@@ -159,8 +163,7 @@ class _Roles:
         self.loads = {int(call.args[1]): call for call in _events_in(program, "bulk_load")}
         self.maps = {ring: tirx.Var(f"{events.RINGS[ring]}_map", bulk_loads.tensor_map_type()) for ring in self.loads}
         self.tile_bytes = {ring: bulk_loads.box_bytes(call) for ring, call in self.loads.items()}
-        barriers = 2 * sum(map(self.copies, self.loads)) * BARRIER_BYTES
-        elements = self.offset(None) + barriers // bulk_loads.ELEMENT_BYTES
+        elements = self.offset(None) + bookkeeping_bytes(self.stages, self.query_stages) // bulk_loads.ELEMENT_BYTES
         self.shared = tirx.decl_buffer((elements,), bulk_loads.tile_of(self.loads[events.Q]).dtype, "shared", scope="shared.dyn")
 
     def block(self):
@@ -207,32 +210,54 @@ class _Roles:
         """One role's program over all work tiles of the block."""
         if self.waves is None:
             return self.cut(_sequence(self.program), loads, _number(0), _number(0))
-        # Rings run on from one work tile to the next: these count the key tiles and the work tiles before this one.
-        counts = tirx.decl_buffer((2,), "int32", "counts", scope="local")
-        keys, tiles = (tirx.BufferLoad(counts, [_number(place)]) for place in (0, 1))
-        loop, guard = self.waves, self.waves.body
+        # Rings run on from one work tile to the next: the queries' by waves, those of keys and values by the key tiles before this one.
+        counts = tirx.decl_buffer((1,), "int32", "counts", scope="local")
+        keys, loop, guard = tirx.BufferLoad(counts, [_number(0)]), self.waves, self.waves.body
+        wave, blocks = loop.loop_var, int(self.grid.value)
         work = _flat(guard.then_case if isinstance(guard, tirx.IfThenElse) else guard)
         last_key_tile = _events_in(work, "wait_full")[-1].args[-1]
-        work = _release_queries(_keys_first(work if loads else _decode_early(work)))
-        body = _sequence([self.cut(_sequence(work), loads, keys, tiles), tirx.BufferStore(counts, keys + last_key_tile + 1, [_number(0)]),
-                          tirx.BufferStore(counts, tiles + 1, [_number(1)])])
+        work = _release_queries(_keys_first(work))
+        body = _sequence([self.cut(_sequence(work), loads, keys, wave), tirx.BufferStore(counts, keys + last_key_tile + 1, [_number(0)])])
         if isinstance(guard, tirx.IfThenElse):
-            body = tirx.IfThenElse(guard.condition, body, None)
-        block, wave, blocks = self.grid.node.var, loop.loop_var, int(self.grid.value)
+            body = tirx.IfThenElse(guard.condition, body, _sequence(self.no_work(wave)) if loads and self.shared_decode else None)
+        if self.shared_decode and not loads:
+            body = _sequence([*map(_evaluate, self.take_work(wave)), body])
         rows, heads, batch, box_rows = self.loads[events.Q].args[4:8]
         query_tiles = tirx.truncdiv(rows + (box_rows - 1), box_rows)
-        dealt = order_of_work.deal(self.order_of_work, wave, block, blocks, batch * heads, query_tiles)
+        dealt = order_of_work.deal(self.order_of_work, wave, self.grid.node.var, blocks, batch * heads, query_tiles)
         number = tirx.Var("tile", "int32")
         body = _sequence([tirx.Bind(number, T.cuda.func_call("flashtir_once", dealt, source_code=ONCE, return_type="int32")),
-                          substitute(body, {block: number - wave * blocks})])
-        return _sequence([tirx.AllocBuffer(counts), *(tirx.BufferStore(counts, _number(0), [_number(place)]) for place in (0, 1)),
+                          substitute(body, {self.grid.node.var: number - wave * blocks})])
+        return _sequence([tirx.AllocBuffer(counts), tirx.BufferStore(counts, _number(0), [_number(0)]),
                           tirx.For(wave, loop.min, loop.extent, loop.kind, body, None, {"disable_unroll": True}, loop.step)])
+
+    def facts(self, wave):
+        """Shared address of what the loader tells the consumers about the work tile of a wave."""
+        first = self.offset(None) + barrier_bytes(self.stages, self.query_stages) // bulk_loads.ELEMENT_BYTES
+        base = T.cuda.cvta_generic_to_shared(tirx.address_of(tirx.BufferLoad(self.shared, [_number(first)])))
+        return base + tirx.Cast("uint32", tirx.truncmod(wave, _number(self.query_stages)) * rewrite.FACT_BYTES)
+
+    def take_work(self, wave):
+        """Calls by which a consumer learns what its work tile is: the divisions that tell are the loader's, which has the time."""
+        copy, phase = self.turn(events.Q, _number(0), wave, _number(0))
+        return [T.cuda.mbarrier_wait(self.barrier(events.Q, copy, 0), phase),
+                tirx.call_extern("int32", rewrite.TAKE_FACTS, self.facts(wave))]
+
+    def publish(self, wave):
+        """Call by which the loader tells what the work tile is, once everybody has read what was told before."""
+        return tirx.call_extern("int32", rewrite.PUBLISH_FACTS, self.facts(wave), wave)
+
+    def no_work(self, wave):
+        """Statements of the loader where a wave has no tile for this block."""
+        copy, phase = self.turn(events.Q, _number(0), wave, _number(0))
+        arrive = T.ptx.mbarrier.arrive.shared.b64(self.barrier(events.Q, copy, 0), _number(1, "uint32"))
+        return map(_evaluate, (T.cuda.mbarrier_wait(self.barrier(events.Q, copy, 1), 1 - phase), self.publish(wave), arrive))
 
     def cut(self, stmt, loads, done, tiles):
         """The loads of a statement, or all but the loads, with events expanded; None where nothing is left.
 
         done   key tiles of the work tiles before
-        tiles  work tiles before
+        tiles  work tiles before, or the wave
         """
         if isinstance(stmt, tirx.SeqStmt):
             parts = [part for part in (self.cut(part, loads, done, tiles) for part in stmt.seq) if part is not None]
@@ -277,13 +302,14 @@ class _Roles:
         full, bytes_ = self.barrier(ring, copy, 0), self.tile_bytes[ring]
         address = T.cuda.cvta_generic_to_shared(pointer) + tirx.Cast("uint32", copy * bytes_)
         return [T.cuda.mbarrier_wait(self.barrier(ring, copy, 1), 1 - phase),
+                *([self.publish(tiles)] if ring == events.Q and self.shared_decode else []),
                 T.ptx.mbarrier.arrive.expect_tx.shared.b64(full, _number(bytes_, "uint32")),
                 bulk_loads.load_instruction(self.maps[ring], (row, head, batch), address, full, reused=ring != events.Q)]
 
     def wait_full(self, done, tiles, ring, key_tile):
         ring = int(ring)
         copy, phase = self.turn(ring, done, tiles, key_tile)
-        first = isinstance(key_tile, tirx.IntImm) and ring == events.K
+        first = isinstance(key_tile, tirx.IntImm) and ring == events.K and not self.shared_decode
         return [*(self.wait_full(done, tiles, events.Q, _number(0)) if first else []),
                 T.cuda.mbarrier_wait(self.barrier(ring, copy, 0), phase)]
 

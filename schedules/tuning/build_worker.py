@@ -14,6 +14,7 @@ from tvm import s_tir
 from schedules import build
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.lowering.toolkit import preload
+from schedules.plan import PlanError
 
 #: What this process keeps: the toolkit, and the JSON text of declarations by family, workload and structure (parsing one takes a second).
 _toolkit = None
@@ -90,7 +91,10 @@ def _make(job):
     _, declared = _declared_text(job, negative_scale=False)
     if log is None:
         return Built(job.path, declared)
-    return Built(job.path, declared, log.last.most("registers"), log.last.most("spill_store_bytes"))
+    spilled, most = log.last.most("spill_store_bytes"), getattr(family, "MAX_SPILL_BYTES", None)
+    if most is not None and spilled > most:
+        raise PlanError(f"a plan of {family.NAME} may spill {most} bytes, found {spilled}: choose smaller tiles")
+    return Built(job.path, declared, log.last.most("registers"), spilled)
 
 
 def _scheduled(job, negative_scale):

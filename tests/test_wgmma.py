@@ -1,0 +1,315 @@
+"""The wgmma family without a GPU: numbers up to the first bind, then the instructions and resources of what is compiled."""
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import tvm
+import tvm_ffi
+from tvm.tirx.compilation_pipeline import get_tir_pipeline
+
+from schedules.arch import cpu_arch, cuda_arch
+from schedules.build import build, schedule
+from schedules.families import wgmma
+from schedules.intrinsics import wgmma as intrinsics
+from schedules.intrinsics.mma import LANES
+from schedules.lowering import cuda_compile, software_pipeline, toolkit as toolkits, warp_roles
+from schedules.lowering.cuda_compile import CompiledKernel, CudaOptions, cuda_compiler
+from schedules.plan import PlanError
+from schedules.space import Space
+from te_defs.workload import Workload
+from tests.numbers import RAGGED, verdict
+
+pytestmark = pytest.mark.slow
+
+ARCH = cuda_arch("sm_90a")
+UNBOUND = [stage.__name__ for stage in wgmma.STAGES[:[stage.__name__ for stage in wgmma.STAGES].index(wgmma.BINDS_AT)]]
+WORKLOADS = [Workload(d, dv, "float16", mask) for d, dv in wgmma.HEAD_DIMS for mask in ("full", "causal")]
+COMPILED = WORKLOADS + [Workload(d, d, "bfloat16", mask) for d in (64, 128) for mask in ("full", "causal")]
+CAUSAL = Workload(64, 64, "float16", "causal")
+#: Two consumer warpgroups with shared memory to spare, whatever the seeds are.
+PLAN = wgmma.WgmmaPlan(q_tile=128, kv_tile=64, blocks=132, order_of_work=1)
+ALL_OFF = PLAN.but(late_wait=0, lazy_rescale=0, ping_pong=0)
+
+
+def seed_of(workload):
+    return wgmma.default_plan(workload, ARCH)
+
+
+@pytest.fixture(scope="module")
+def after_stage():
+    """Function (workload, number of stages) -> the half-scheduled function on llvm, each compiled once."""
+    known = {}
+
+    def build_prefix(workload, stages):
+        if (workload, stages) not in known:
+            plan = wgmma.WgmmaPlan(q_tile=64, kv_tile=32)
+            known[workload, stages] = tvm.compile(schedule(wgmma, workload, plan, stages).mod, "llvm")
+        return known[workload, stages]
+    return build_prefix
+
+
+@pytest.mark.parametrize("case", ["ragged", "few_keys", "grouped", "no_keys"])
+@pytest.mark.parametrize("stages", range(1, len(UNBOUND) + 1), ids=UNBOUND)
+@pytest.mark.parametrize("workload", [CAUSAL, Workload(96, 96, "float16", "full")], ids=lambda w: w.name)
+def test_numbers_after_each_stage_before_the_first_bind(after_stage, workload, stages, case):
+    assert verdict(after_stage(workload, stages), workload, *RAGGED[case]) is None
+
+
+@pytest.fixture(scope="module")
+def compile_plan(toolkit):
+    """Function (workload, plan) -> (CUDA source, CompiledKernel), each compiled once."""
+    known = {}
+
+    def make(workload, plan):
+        if (workload, plan) not in known:
+            with cuda_compiler(toolkit, (ARCH.name,), CudaOptions(**wgmma.compiler_options(plan))) as log:
+                module = build(schedule(wgmma, workload, plan).mod, wgmma, ARCH)
+            known[workload, plan] = module.imports[0].inspect_source(), log.last
+        return known[workload, plan]
+    return make
+
+
+@pytest.fixture(scope="module")
+def text_of(toolkit, compile_plan):
+    """Function plan -> CUDA source of its kernel for CAUSAL, without the helpers; of all but PLAN the text alone is made."""
+    known = {PLAN: kernel_text(compile_plan(CAUSAL, PLAN)[0])}
+
+    def make(plan):
+        if plan not in known:
+            with pytest.MonkeyPatch.context() as patch, cuda_compiler(toolkit, (ARCH.name,)):
+                patch.setattr(cuda_compile, "compile_cuda", lambda code, archs, *_: CompiledKernel(code.encode(), archs, (), ()))
+                module = build(schedule(wgmma, CAUSAL, plan).mod, wgmma, ARCH)
+            known[plan] = kernel_text(module.imports[0].inspect_source())
+        return known[plan]
+    return make
+
+
+def kernel_text(source):
+    return source.split('extern "C" __global__')[-1]
+
+
+@pytest.fixture(scope="module")
+def disassemble(toolkit, tmp_path_factory):
+    """Function CompiledKernel -> [(address, instruction)] of its machine code."""
+    folders = [os.environ["PATH"], Path(toolkit.nvcc).parent, *(folder / "bin" for folder in toolkits._pip_folders())]
+    cuobjdump = shutil.which("cuobjdump", path=os.pathsep.join(map(str, folders)))
+    if cuobjdump is None:
+        pytest.skip("cuobjdump is wanted, found none on the PATH, beside nvcc or in pip's nvidia-cuda-cuobjdump")
+    cubin = tmp_path_factory.mktemp("cubin") / "kernel.cubin"
+
+    def make(kernel):
+        cubin.write_bytes(kernel.image)
+        listing = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+        return [(int(address, 16), text.strip()) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", listing)]
+    return make
+
+
+def key_loops(code):
+    """The innermost loops with products, as lists of instructions: that of tiles with a mask, then that of the others."""
+    jumps = ((at, re.search(r"\bBRA.*?\b(0x[0-9a-f]+)$", text)) for at, text in code)
+    spans = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) <= at]
+    loops = {span: [text for at, text in code if span[0] <= at <= span[1]] for span in spans}
+    # Waits stand at the end of the code and jump back: what they seem to enclose holds the loader's program too.
+    loops = {span: loop for span, loop in loops.items() if count(loop, "HGMMA") and not count(loop, "UTMALDG")}
+    return [loop for (first, last), loop in loops.items()
+            if not any((first, last) != other and first <= other[0] and other[1] <= last for other in loops)]
+
+
+def count(code, instruction):
+    return sum(instruction in text for text in code)
+
+
+@pytest.mark.parametrize("workload", COMPILED, ids=lambda w: w.name)
+class TestSeedPlan:
+    def test_compiles_without_spills(self, compile_plan, figures, workload):
+        plan = seed_of(workload)
+        source, kernel = compile_plan(workload, plan)
+        for instruction in ("wgmma.mma_async.sync.aligned.m64n", "cp.async.bulk.tensor.5d.shared::cluster", "setmaxnreg.inc"):
+            assert instruction in source
+        assert "__activemask" not in source and kernel.warnings == () and kernel.most("static_smem_bytes") == 0
+        assert (kernel.most("stack_bytes"), kernel.most("spill_store_bytes"), kernel.most("spill_load_bytes")) == (0, 0, 0)
+        entry, consumer = kernel.most("registers"), warp_roles.consumer_registers(plan.groups, plan.loader_registers)
+        assert plan.loader_registers <= entry <= consumer
+        assert plan.groups * consumer + plan.loader_registers <= (plan.groups + 1) * entry, "consumers would wait for registers for ever"
+        figures(f"wgmma {workload.name} {ARCH.name}", {"registers": entry, "spilled_bytes": 0})
+
+    def test_machine_code(self, compile_plan, disassemble, workload):
+        plan = seed_of(workload)
+        code = disassemble(compile_plan(workload, plan)[1])
+        text = [text for _, text in code]
+        assert count(text, "UTMALDG.5D") and count(text, "USETMAXREG") == 2 and count(text, "STG.E.128")
+        assert bool(count(text, ".BF16")) == (workload.dtype == "bfloat16")
+        masked, steady = key_loops(code)
+        for loop in (masked, steady):
+            assert (count(loop, "LDL"), count(loop, "STL")) == (0, 0)
+            assert count(loop, "HGMMA") == (workload.head_dim + plan.kv_tile) // intrinsics.STEP
+        if plan.late_wait:
+            *_, wait = (n for n, text in enumerate(steady) if "WARPGROUP.DEPBAR" in text)
+            assert count(steady[:wait], "MUFU.EX2") == count(steady, "MUFU.EX2") > plan.kv_tile // 2, "beside the output's product"
+
+
+class TestKnobs:
+    """What each knob does to the kernel."""
+
+    @pytest.mark.parametrize("plan, there", [(PLAN, True), (ALL_OFF, False)], ids=["on", "off"])
+    @pytest.mark.parametrize("sign", ["flashtir_hold_back(", "__any_sync(", "ptx_bar_sync", "ptx_bar_arrive"])
+    def test_late_wait_lazy_rescale_and_ping_pong(self, text_of, plan, there, sign):
+        assert (sign in text_of(plan)) == there
+
+    def test_one_warpgroup_takes_no_turns(self, text_of):
+        assert "ptx_bar_" not in text_of(PLAN.but(q_tile=64))
+
+    def test_grid_of_all_tiles(self, compile_plan, text_of):
+        source, kernel = compile_plan(CAUSAL, PLAN.but(blocks=0))
+        assert kernel.warnings == () and kernel.most("spill_store_bytes") == 0
+        for sign in ("flashtir_once(", "counts_ptr["):
+            assert sign not in kernel_text(source) and sign in text_of(PLAN)
+
+    @pytest.mark.parametrize("workload", [CAUSAL, WORKLOADS[-2]], ids=lambda w: w.name)
+    def test_plan_for_small_grids(self, compile_plan, workload):
+        plan, (rows, tiles) = wgmma.small_grid_plan(workload, ARCH, seed_of(workload))
+        kernel = compile_plan(workload, plan)[1]
+        assert (plan.q_tile, plan.blocks, rows, tiles) == (64, 0, 64, ARCH.peak.sms + 1)
+        assert kernel.warnings == () and kernel.most("spill_store_bytes") == 0
+
+    @pytest.mark.parametrize("share", [0, 2])
+    def test_polynomial_share(self, compile_plan, disassemble, share):
+        """All exponentials of P but these eighths, and the two rescale factors."""
+        plan = PLAN.but(polynomial_share=share)
+        kernel = compile_plan(CAUSAL, plan)[1]
+        loops = key_loops(disassemble(kernel))
+        assert [count(loop, "MUFU.EX2") for loop in loops] == [plan.kv_tile // 2 * (8 - share) // 8 + 2] * 2
+        assert kernel.warnings == () and kernel.most("spill_store_bytes") == 0
+
+    def test_the_loader_tells_the_consumers_what_their_tile_is(self, compile_plan):
+        """Then the consumers divide nothing: what is left between their first wait and their first product is short."""
+        for shared in (0, 1):
+            source, kernel = compile_plan(CAUSAL, PLAN.but(blocks=132, order_of_work=1, shared_decode=shared))
+            assert ("flashtir_put(" in source) == ("flashtir_get(" in source) == bool(shared)
+            consumers = source[source.index("setmaxnreg_inc"):] if "setmaxnreg_inc" in source.split("__global__")[-1] else source
+            assert kernel.warnings == () and kernel.most("spill_store_bytes") == 0
+            told = consumers.split("__global__")[-1]
+            assert told.count("flashtir_get(") == told.count("flashtir_put(") // 2, "once for a tile, once for none"
+
+    @pytest.mark.parametrize("changes", [{}, dict(q_tile=192, kv_tile=80, stages=3, query_stages=2, loader_registers=32)], ids=str)
+    def test_budget_tells_the_shared_memory_that_lowering_takes(self, changes):
+        plan = PLAN.but(**changes)
+        func = schedule(wgmma, CAUSAL, plan).mod["main"].with_attr("target", ARCH.target())
+        with ARCH.target():
+            lowered = get_tir_pipeline(wgmma.PIPELINE)[0](tvm.IRModule({"main": func}))
+        elements = []
+        for func in lowered.functions.values():
+            tvm_ffi.structural_walk(func.body, (tvm.tirx.AllocBuffer, lambda alloc: elements.append(int(alloc.buffer.shape[0]))
+                                                if alloc.buffer.scope() == "shared.dyn" else None))
+        told = next(used for name, used, *_ in wgmma.budget(CAUSAL, ARCH, plan).rows if name == "shared memory")
+        assert [2 * count for count in elements] == [told]
+
+
+def test_a_third_stage_is_room_for_one_more_tile_of_keys_and_values():
+    two, three = (dict(row[:2] for row in wgmma.budget(CAUSAL, ARCH, PLAN.but(stages=stages)).rows) for stages in (2, 3))
+    assert three["shared memory"] - two["shared memory"] == 2 * PLAN.kv_tile * (64 + 64) + 4 * warp_roles.BARRIER_BYTES
+
+
+def test_key_loop_is_split_where_the_mask_ends(text_of):
+    consumer = text_of(PLAN).split("setmaxnreg_inc")[1]
+    _first_tile, masked, unmasked = re.split(r"\n +for \(int t\w* = 0;", consumer)
+    unmasked = unmasked.split("wait_group_sync_aligned_0")[0]  # the last product is awaited behind the loop too
+    assert "CUDART_INF_F" in masked and "CUDART_INF_F" not in unmasked and "wgmma_f16_ss" in unmasked and "wgmma_f16_rs" in unmasked
+
+
+def test_output_is_stored_16_bytes_at_a_time_at_64_bit_indices(compile_plan, text_of):
+    text = text_of(PLAN)
+    assert "flashtir_store_f16((&(O_ptr[" in text and "if (wanted) *(uint4 *)to = " in compile_plan(CAUSAL, PLAN)[0]
+    assert not re.search(r"O_ptr\[.*\] = ", text), "no other store"
+    indices = re.findall(r"\b(?:O|LSE)_ptr\[(.*)", text)
+    assert len(indices) == 2
+    for index in indices:
+        assert "(int64_t)N" in index and "(int64_t)quotient" in index
+        assert re.findall(r"(?<!\(int64_t\))\b(?:N|H|warp|tile\w*|quotient\w*)\b", index.split("] = ")[0].split(")]))")[0]) == []
+
+
+@pytest.mark.parametrize("workload, arch, reason", [
+    (CAUSAL, cuda_arch("sm_80"), r"sm_80 has no wgmma \(sm_90a has\)"),
+    (CAUSAL, cuda_arch("sm_90"), r"sm_90 has no wgmma \(sm_90a has\)"),
+    (CAUSAL, cuda_arch("sm_120"), r"sm_120 has no wgmma \(sm_90a has\)"),
+    (CAUSAL, cpu_arch("x", 256, 2), "x is no CUDA GPU"),
+    (Workload(64, 64, "float32"), ARCH, "tensor cores take 16-bit inputs, not float32"),
+    (Workload(80, 80, "float16"), ARCH, "head dimensions must be among .*, not 80 and 80"),
+    (Workload(128, 64, "float16"), ARCH, "head dimensions must be among .*, not 128 and 64"),
+])
+def test_declines_with_a_reason(workload, arch, reason):
+    assert re.fullmatch(reason, wgmma.decline(workload, arch))
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(q_tile=96), "q_tile must be 64 rows for each of one to three consumer warpgroups, found 96: choose 64, 128 or 192"),
+    (dict(q_tile=256), "q_tile must be 64 rows for each of one to three consumer warpgroups, found 256: choose 64, 128 or 192"),
+    (dict(kv_tile=40), "kv_tile must be a multiple of 16 up to 256, found 40: round it"),
+    (dict(kv_tile=272), "kv_tile must be a multiple of 16 up to 256, found 272: round it"),
+    (dict(loader_registers=20), "loader_registers must be a multiple of 8 from 24 on, found 20: round it"),
+    (dict(loader_registers=16), "loader_registers must be a multiple of 8 from 24 on, found 16: round it"),
+    (dict(kv_tile=128, stages=4), "shared memory of plan (.*) must stay within 232448 bytes on sm_90a, found 295088: choose smaller tiles"),
+    (dict(q_tile=192, kv_tile=96), r"registers, about of plan (.*) must stay within 160 per consumer on sm_90a, found \d+: choose smaller"),
+])
+def test_budget_refuses(changes, message):
+    plan = wgmma.WgmmaPlan(q_tile=128, kv_tile=96)
+    with pytest.raises(PlanError, match=message.replace("(.", r"\(.").replace("*)", r"*\)")):
+        wgmma.budget(Workload(128, 128), ARCH, plan.but(**changes))
+
+
+@pytest.mark.parametrize("workload", COMPILED, ids=lambda w: w.name)
+def test_seed_is_the_first_choice_and_all_choices_fit(workload):
+    choices = wgmma.tile_choices(workload, ARCH)
+    assert choices[0] == seed_of(workload) and len(set(choices)) == len(choices) >= 4
+    for plan in choices:
+        wgmma.budget(workload, ARCH, plan)
+        space = Space.around(wgmma, workload, ARCH, plan)
+        assert plan in space.fitting_plans() and space.size > 1
+    small, _ = wgmma.small_grid_plan(workload, ARCH, choices[0])
+    wgmma.budget(workload, ARCH, small)
+    assert wgmma.small_grid_plan(workload, ARCH, small) is None, "it is for small grids already"
+
+
+@pytest.mark.parametrize("q_tile, groups, warps", [(64, 1, 4), (128, 2, 8), (192, 3, 12)])
+def test_a_warpgroup_takes_64_rows(q_tile, groups, warps):
+    plan = PLAN.but(q_tile=q_tile)
+    assert (plan.groups, plan.warps) == (groups, warps) == (q_tile // intrinsics.GROUP_ROWS, q_tile // intrinsics.WARP_ROWS)
+
+
+def test_layouts_are_those_of_the_ptx_manual():
+    """PTX ISA, wgmma.m64nNk16, fragment of D: d_i of a lane is row lane / 4 (+ 8), column 8 * (i / 4) + 2 * (lane % 4) (+ 1)."""
+    for lane in range(LANES):
+        for i in range(256 // 2):
+            row, column = lane // 4 + 8 * (i % 4 // 2), 8 * (i // 4) + 2 * (lane % 4) + i % 2
+            assert intrinsics.accumulator_place(row, column) == (lane, i)
+            assert intrinsics.accumulator_layout(48 + row, column) == (3, lane, i)
+    assert [intrinsics.chunk_of(channels) for channels in (64, 96, 128, 192, 256)] == [64, 32, 64, 64, 64]
+    assert intrinsics.box_layout(64)(5, 130) == (2, 5, 2) and intrinsics.box_layout(32)(5, 95) == (2, 5, 31)
+
+
+@pytest.mark.parametrize("slack", [False, True])
+def test_overlapped_order_keeps_what_depends_on_each_other(slack):
+    """Each statement runs once, and after those whose results it reads; what is a tile later reads what the tile before left."""
+    stages, positions = software_pipeline.overlapped_lists(slack)
+    names = [name for name in software_pipeline.OVERLAPPED_STATEMENTS if slack or name != "row_max_seen"]
+    assert sorted(positions) == list(range(len(names))) and len(stages) == len(names)
+    assert {name for name, stage in zip(names, stages) if stage} == {"V_load", "O_acc_new", "O_acc"}
+
+    def time(name, tile=0):
+        """(iteration, position in it) in which a statement of a tile runs."""
+        return stages[names.index(name)] + tile, positions[names.index(name)]
+    seen = "row_max_seen row_max_new" if slack else "row_max_new"
+    same_tile = (f"K_load S S_ready S_masked tile_max pair_max {seen} rescale O_init O_acc_new O_acc", "S_init S", "V_load O_acc_new",
+                 "rescale row_sum_new", "rescale row_max", "row_max_new row_max_scaled P P_cast O_acc_new",
+                 "P tile_sum row_sum_new row_sum")
+    for earlier, later in (pair for chain in same_tile for pair in zip(chain.split(), chain.split()[1:])):
+        assert time(earlier) < time(later), f"{later} before {earlier}"
+    # O, P and the statistics are there once: what reads a tile's must be through before the next tile's are written.
+    for earlier, later in (("O_acc", "O_init"), ("O_acc", "P_cast"), ("S_ready", "S_init"), ("row_max", seen.split()[0]),
+                           ("row_sum", "row_sum_new")):
+        assert time(earlier) < time(later, tile=1), f"{later} of the next tile before {earlier}"
+    # The point of it: the product of the tile before is under way from the scores on and awaited behind the exponentials.
+    assert time("S", tile=1) < time("O_acc_new") < time("S_ready", tile=1) < time("P", tile=1) < time("O_acc")

@@ -2,8 +2,8 @@
 
 The idea. A thread block takes a tile of query rows. Consumer warpgroups of four warps own 64 rows each; one more warpgroup only asks the
 tensor memory accelerator for tiles, which land in rings of shared memory and are handed over by barriers. Products are asynchronous: that
-of the scores of tile t is issued, then that of the output of tile t - 1, and the exponentials of tile t run beside them; warpgroups may take
-turns at issuing (ping-pong). The grid is persistent: a block goes on to its next tile, whose queries and first keys are there by then.
+of the scores of tile t is issued, then that of the output of tile t - 1, and the exponentials of tile t run beside them; warpgroups may
+take turns at issuing (ping-pong). The grid is persistent: a block goes on to its next tile, whose queries and first keys are there by then.
 
 The budget. Registers decide again: per thread a consumer holds O (DV / 2), S (kv_tile / 2) and P (kv_tile / 4), of the 240 registers
 that setmaxnreg gives to each of two consumer warpgroups, and 160 to each of three. Shared memory holds Q once or twice, and K and V

@@ -28,6 +28,16 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Calls:
+    """The calls that a plan of an artefact is for: those with at least `queries` query rows, and at least `tiles` tiles of `rows` rows over
+    all heads and batch entries."""
+
+    queries: int = 0
+    tiles: int = 0
+    rows: int = 1
+
+
+@dataclass(frozen=True)
 class Budget:
     """What a plan takes of one resource after the other: rows of (name, used, available, unit)."""
 

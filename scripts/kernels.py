@@ -11,6 +11,7 @@ from schedules.artefact.manifest import describe
 from schedules.artefact.variant import Variant, variant_of
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.lowering.toolkit import find_toolkit, preload
+from schedules.plan import Calls
 
 #: Where a machine without an NVIDIA driver keeps the library that stands in for it while it compiles.
 STUB_DRIVER = Path(__file__).parent.parent / "build" / "stub"
@@ -43,12 +44,12 @@ def cuda_toolkit(arch):
     return toolkit
 
 
-def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1, grid=(1, 0)):
+def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1, serves=Calls()):
     """Kernel of a plan, lowered for `arch`; with `archs`, device code of all these in one fatbin.
 
     measured  figures for the manifest, with where they come from
     place     among the variants of its artefact, counted from 1
-    grid      of schedules.artefact.variant.Variant
+    serves    the calls that it is for
     Raises ToolkitError where CUDA is wanted and nvcc is missing, CompileError where nvcc refuses the code.
     """
     toolkit, compiler = cuda_toolkit(arch), nullcontext()
@@ -56,16 +57,14 @@ def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1,
         compiler = cuda_compiler(toolkit, archs or (arch.name,), CudaOptions(**family.compiler_options(plan)))
     with compiler as log:
         module = build.build_plan(family, workload, plan, arch, place)
-    return Kernel(variant_of(module, family, arch, plan, log.kernels if log else (), measured, grid), toolkit)
+    return Kernel(variant_of(module, family, arch, plan, log.kernels if log else (), measured, serves), toolkit)
 
 
 def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1):
-    """Kernels of a plan for an artefact, from this place on: its own, and where the family has a plan for small grids, that one behind."""
-    small = getattr(family, "small_grid_plan", lambda *_: None)(workload, arch, plan)
-    if small is None:
-        return [build_kernel(family, workload, plan, arch, archs, measured, place)]
-    return [build_kernel(family, workload, plan, arch, archs, measured, place, grid=small[1]),
-            build_kernel(family, workload, small[0], arch, archs, place=place + 1)]
+    """Kernels of a plan for an artefact, from this place on: its own, and those that the family has for calls that it does not suit."""
+    plans = getattr(family, "further_plans", lambda *_: [(plan, Calls())])(workload, arch, plan)
+    return [build_kernel(family, workload, entry, arch, archs, measured if entry == plan else None, number, serves)
+            for number, (entry, serves) in enumerate(plans, place)]
 
 
 def write_artefact(kernels, workload, path, seed=0):

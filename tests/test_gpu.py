@@ -131,13 +131,13 @@ class TestWgmma:
 
     @pytest.mark.parametrize("case", ["ragged", "one_query", "no_keys", "long", "odd_group", "negative_scale"])
     @pytest.mark.parametrize("workload", HALVES, ids=name_of)
-    def test_plan_for_small_grids(self, forward, arch, workload, case):
-        plan, _ = wgmma.small_grid_plan(workload, arch, wgmma.default_plan(workload, arch))
-        check(forward(wgmma, workload, plan), workload, *SHAPES[case])
+    def test_further_plans(self, forward, arch, workload, case):
+        for plan, _ in wgmma.further_plans(workload, arch, wgmma.default_plan(workload, arch))[1:]:
+            check(forward(wgmma, workload, plan), workload, *SHAPES[case])
 
     @pytest.mark.parametrize("changes", [{}, dict(blocks=0), dict(order_of_work=0), dict(stages=3), dict(kv_tile=80, stages=4),
                                          dict(query_stages=2), dict(ping_pong=0), dict(late_wait=0), dict(lazy_rescale=0),
-                                         dict(polynomial_share=2), dict(q_tile=64)], ids=str)
+                                         dict(polynomial_share=2), dict(shared_decode=1), dict(q_tile=64)], ids=str)
     @pytest.mark.parametrize("shape", [WAVES, Shape(1, 2, 1, 1000, 1500)], ids=["waves", "long"])
     def test_every_knob(self, forward, arch, changes, shape):
         workload = Workload(64, 64, "float16", "causal")

@@ -24,6 +24,7 @@ from schedules.artefact.variant import variant_of
 from schedules.build import kernel_names
 from schedules.lowering.cuda_compile import CompiledKernel, cuda_compiler
 from schedules.lowering.toolkit import run_c_compiler
+from schedules.plan import Calls
 from te_defs.workload import Workload
 from tests.stand_in_kernel import CPU, named, on_cpu, on_cuda, variant
 
@@ -131,9 +132,14 @@ class TestChoice:
     def test_by_the_tiles_of_a_call_without_a_word(self, asked, tmp_path, capfd, q_len, place):
         """The tests' calls have 12 heads over all batch entries: 24 tiles of 64 rows up to 128 queries, 36 from there on."""
         wide, small = code_for("wide", "sm_90a"), code_for("small", "sm_90a")
-        forward = link_numbers([replace(wide, grid=(64, 25)), small, code_for("old", "sm_80")], tmp_path)
+        forward = link_numbers([replace(wide, serves=Calls(tiles=25, rows=64)), small, code_for("old", "sm_80")], tmp_path)
         assert call(forward, "9.0", q_len=q_len) == place and call(forward, "8.0", q_len=q_len) == 3
         assert capfd.readouterr().err == ""
+
+    @pytest.mark.parametrize("q_len, place", [(2, 2), (1536, 2), (1537, 1)])
+    def test_by_the_length_of_a_call(self, asked, tmp_path, q_len, place):
+        long, short = code_for("long", "sm_90a"), code_for("short", "sm_90a")
+        assert call(link_numbers([replace(long, serves=Calls(queries=1537)), short], tmp_path), "9.0", q_len=q_len) == place
 
     def test_nothing_is_said_of_a_call_that_is_refused_or_empty(self, forward, capfd):
         with pytest.raises(TypeError, match="scale is text"):

@@ -17,7 +17,7 @@ from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import LANES
 from schedules.lowering import cuda_compile, software_pipeline, toolkit as toolkits, warp_roles
 from schedules.lowering.cuda_compile import CompiledKernel, CudaOptions, cuda_compiler
-from schedules.plan import PlanError
+from schedules.plan import Calls, PlanError
 from schedules.space import Space
 from te_defs.workload import Workload
 from tests.numbers import RAGGED, verdict
@@ -169,11 +169,10 @@ class TestKnobs:
             assert sign not in kernel_text(source) and sign in text_of(PLAN)
 
     @pytest.mark.parametrize("workload", [CAUSAL, WORKLOADS[-2]], ids=lambda w: w.name)
-    def test_plan_for_small_grids(self, compile_plan, workload):
-        plan, (rows, tiles) = wgmma.small_grid_plan(workload, ARCH, seed_of(workload))
-        kernel = compile_plan(workload, plan)[1]
-        assert (plan.q_tile, plan.blocks, rows, tiles) == (64, 0, 64, ARCH.peak.sms + 1)
-        assert kernel.warnings == () and kernel.most("spill_store_bytes") == 0
+    def test_further_plans_compile(self, compile_plan, workload):
+        for plan, _ in wgmma.further_plans(workload, ARCH, seed_of(workload))[1:]:
+            kernel = compile_plan(workload, plan)[1]
+            assert kernel.warnings == () and kernel.most("spill_store_bytes") == 0
 
     @pytest.mark.parametrize("share", [0, 2])
     def test_polynomial_share(self, compile_plan, disassemble, share):
@@ -268,9 +267,21 @@ def test_seed_is_the_first_choice_and_all_choices_fit(workload):
         wgmma.budget(workload, ARCH, plan)
         space = Space.around(wgmma, workload, ARCH, plan)
         assert plan in space.fitting_plans() and space.size > 1
-    small, _ = wgmma.small_grid_plan(workload, ARCH, choices[0])
-    wgmma.budget(workload, ARCH, small)
-    assert wgmma.small_grid_plan(workload, ARCH, small) is None, "it is for small grids already"
+
+
+@pytest.mark.parametrize("workload", COMPILED, ids=lambda w: w.name)
+def test_further_plans(workload):
+    """The seed for long sequences and grids that fill the chip, perhaps one for shorter ones, one of a single warpgroup for all calls."""
+    seed = seed_of(workload)
+    (first, long), *short, (small, rest) = wgmma.further_plans(workload, ARCH, seed)
+    wave = dict(tiles=ARCH.peak.sms + 1, rows=64)
+    assert first == seed and (small.q_tile, small.blocks) == (64, 0) and rest == Calls()
+    assert [calls for _, calls in short] == [Calls(**wave)] * len(short)
+    assert long == Calls(queries=ARCH.wgmma_short[workload.head_dim, workload.mask][1] + 1 if short else long.queries, **wave)
+    assert len(short) == ((workload.head_dim, workload.mask) in ARCH.wgmma_short)
+    for plan in (small, *(plan for plan, _ in short)):
+        wgmma.budget(workload, ARCH, plan)
+    assert wgmma.further_plans(workload, ARCH, small)[-1][1] == Calls()
 
 
 @pytest.mark.parametrize("q_tile, groups, warps", [(64, 1, 4), (128, 2, 8), (192, 3, 12)])

@@ -8,7 +8,7 @@
  *                                negative       its twin for scales below zero
  *                                max_elements   most elements that a tensor may have; beyond: the number after it, as text
  *                                alignment      bytes that data must start on a multiple of
- *                                rows, tiles    it is for calls with at least so many tiles of so many query rows
+ *                                queries, tiles, rows   it is for calls with at least so many queries, and tiles of so many query rows
  *                                codes          {major, minor, exact} for each architecture of its device code, then {0}
  *   FLASHTIR_ARCHS             the architectures of all variants, for messages
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
@@ -39,7 +39,7 @@ typedef struct {
   int64_t max_elements;
   const char *beyond;
   int alignment;
-  int64_t rows, tiles;
+  int64_t queries, tiles, rows;
   const Code *codes;
 } Variant;
 
@@ -48,8 +48,8 @@ typedef struct {
 #define DECLARE(name, kernel, negative, ...) \
   extern HostFunction kernel __attribute__((visibility("hidden"))), negative __attribute__((visibility("hidden")));
 FLASHTIR_VARIANTS(DECLARE)
-#define LIST(name, kernel, negative, max_elements, beyond, alignment, rows, tiles, ...) \
-  {name, kernel, negative, max_elements, beyond, alignment, rows, tiles, (const Code[]){__VA_ARGS__}},
+#define LIST(name, kernel, negative, max_elements, beyond, alignment, queries, tiles, rows, ...) \
+  {name, kernel, negative, max_elements, beyond, alignment, queries, tiles, rows, (const Code[]){__VA_ARGS__}},
 static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
 enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
 
@@ -246,10 +246,10 @@ static bool runs_on(const Variant *variant, int capability) {
   return FLASHTIR_DEVICE_TYPE == kDLCPU;
 }
 
-/* Whether a call has work for all multiprocessors with this variant's tiles; the last variant never asks for much. */
-static bool fills(const Variant *variant, const DLTensor *q) {
+/* Whether a call has the queries that a variant is for: enough rows for its tiles, and tiles for all multiprocessors. */
+static bool is_for(const Variant *variant, const DLTensor *q) {
   int64_t tiles = (q->shape[1] + variant->rows - 1) / variant->rows;
-  return !variant->tiles || tiles * q->shape[0] * q->shape[2] >= variant->tiles;
+  return q->shape[1] >= variant->queries && (!variant->tiles || tiles * q->shape[0] * q->shape[2] >= variant->tiles);
 }
 
 /* Why a variant cannot serve a call, where the device is not the reason. */
@@ -296,7 +296,7 @@ static const Variant *choose(const DLTensor plain[TENSORS], const int64_t elemen
   passed_over->reason = SERVES;
   if (capability < 0) return NULL;
   for (const Variant *variant = kVariants; variant < kVariants + VARIANTS; ++variant) {
-    if (!runs_on(variant, capability) || !fills(variant, &plain[Q])) continue;
+    if (!runs_on(variant, capability) || !is_for(variant, &plain[Q])) continue;
     Refusal why = consider(variant, plain, elements);
     if (why.reason == SERVES) return variant;
     if (passed_over->reason == SERVES) *passed_over = why;

@@ -35,7 +35,7 @@ def _describe_variant(variant):
         "target": {"kind": variant.arch.kind, "lowered_for": variant.arch.name, "archs": variant.archs},
         "max_elements": variant.max_elements,
         "alignment": variant.alignment,
-        "grid": list(variant.grid),
+        "serves": asdict(variant.serves),
         "kernels": [asdict(entry) for kernel in variant.kernels for entry in kernel.resources],
         "measured": variant.measured,
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import tvm
 
 from schedules.arch import cuda_arch
-from schedules.plan import Plan
+from schedules.plan import Calls, Plan
 
 #: Most elements of a tensor for a family that states no MAX_ELEMENTS: it counts in 32 bits.
 MAX_ELEMENTS = 2**31 - 1
@@ -29,7 +29,7 @@ class Variant:
     measured      figures of a benchmark, with where they come from; None where nothing was measured
     max_elements  most elements that a tensor may have, below 2^60
     alignment     bytes that the data of tensors must start on a multiple of
-    grid          (rows, tiles): a call with fewer tiles of so many query rows, over all heads and batch entries, is left to a later variant
+    serves        Calls that it is for; others are left to a later variant
     """
 
     module: tvm.runtime.Module
@@ -40,7 +40,7 @@ class Variant:
     measured: dict | None
     max_elements: int
     alignment: int
-    grid: tuple = (1, 0)
+    serves: Calls = Calls()
 
     @property
     def name(self):
@@ -59,6 +59,6 @@ def limits_of(family, kind):
     return getattr(family, "MAX_ELEMENTS", MAX_ELEMENTS), getattr(family, "ALIGNMENT", ALIGNMENT[kind])
 
 
-def variant_of(module, family, arch, plan, kernels=(), measured=None, grid=(1, 0)):
+def variant_of(module, family, arch, plan, kernels=(), measured=None, serves=Calls()):
     """Variant of a plan of a family module; the other arguments are fields of Variant, with a module that may be an Executable."""
-    return Variant(getattr(module, "mod", module), family.NAME, arch, plan, tuple(kernels), measured, *limits_of(family, arch.kind), grid)
+    return Variant(getattr(module, "mod", module), family.NAME, arch, plan, tuple(kernels), measured, *limits_of(family, arch.kind), serves)

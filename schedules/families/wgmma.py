@@ -21,20 +21,19 @@ The finished nest, one line a group of blocks::
         O_acc rescaled, P_cast                    when that product is done
       O LSE                                       @warp @lane
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import statistics_layout
 from schedules.lowering import bulk_loads, order_of_work, polynomial_exp2, rewrite, software_pipeline, warp_roles, wgmma_pipeline
-from schedules.plan import Budget, Plan, fitting, require
+from schedules.plan import Budget, Calls, Plan, fitting, require
 from schedules.stages import loops_of, own_fragment, own_statistics, own_wide_rows, unroll_all
 from te_defs.flash_attention import flash_attention_forward
 
 NAME = "wgmma"
 PIPELINE = "flashtir_wgmma"
 CONFIG = wgmma_pipeline.CONFIG
-#: The first stage that binds threads: what stands before it runs on llvm.
-BINDS_AT = "bind_grid"
+BINDS_AT = "bind_grid"  # the first stage that binds threads: what stands before it runs on llvm
 
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 #: Rows, heads and channels are coordinates of the tensor memory accelerator, and offsets into O and LSE have 64 bits.
@@ -44,12 +43,10 @@ LOADS = ("Q_load", "K_load", "V_load")
 STATISTICS = ("row_max_init", "row_sum_init", "tile_max", "pair_max", "row_max_new", "rescale", "row_max_scaled", "tile_sum",
               "row_sum_new", "row_sum_total", "row_sum_inverse")
 READY = "S_warp"  # the copy of the scores that waits for them, as cache_read names it
-#: Consumer warpgroups -> registers per thread of the loader, as FlashAttention-3 has them.
-LOADER_REGISTERS = {1: 56, 2: 24, 3: 32}
+LOADER_REGISTERS = {1: 56, 2: 24, 3: 32}  # by consumer warpgroups, as FlashAttention-3 has them
 #: Registers beside S, P and O: statistics, addresses, barriers (read off compiled kernels).
 OTHER_REGISTERS = 32
-#: Powers of two by which scores may outgrow their row's reference value where the rescale is lazy.
-SLACK = 8
+SLACK = 8  # powers of two by which scores may outgrow their row's reference value where the rescale is lazy
 
 
 @dataclass(frozen=True)
@@ -117,13 +114,16 @@ def default_plan(workload, arch):
     return WgmmaPlan(**seed, blocks=arch.peak.sms, order_of_work=int(workload.mask == "causal"))
 
 
-def small_grid_plan(workload, arch, plan):
-    """(plan, (rows, tiles)): what serves calls with fewer tiles of so many rows, one warpgroup's, than a wave has blocks, where `plan`
-    would leave multiprocessors without work; None where no such plan fits."""
-    rows = intrinsics.GROUP_ROWS
-    changes = dict(q_tile=rows, blocks=0, shared_decode=0, query_stages=1, ping_pong=0, loader_registers=LOADER_REGISTERS[1])
-    small = fitting([plan.but(**changes)], budget, workload, arch) if plan.q_tile > rows else ()
-    return (small[0], (rows, arch.peak.sms + 1)) if small else None
+def further_plans(workload, arch, plan):
+    """[(plan, Calls), ...], the last for all calls: `plan`; the architecture row's for short sequences; and one of a single warpgroup for
+    grids of which larger tiles would leave multiprocessors without work."""
+    one = dict(q_tile=intrinsics.GROUP_ROWS, blocks=0, shared_decode=0, query_stages=1, ping_pong=0, loader_registers=LOADER_REGISTERS[1])
+    small = fitting([plan.but(**one)], budget, workload, arch) if plan.groups > 1 else ()
+    wave = Calls(tiles=arch.peak.sms + 1, rows=intrinsics.GROUP_ROWS) if small else Calls()
+    changes, most = arch.wgmma_short.get((workload.head_dim, workload.mask), ({}, 0))
+    short = [entry for entry in fitting([plan.but(**changes)], budget, workload, arch) if entry != plan]
+    first = [(plan, replace(wave, queries=most + 1)), *((entry, wave) for entry in short)] if short else [(plan, wave)]
+    return [*first, *((entry, Calls()) for entry in small)]
 
 
 def tile_choices(workload, arch):
@@ -160,8 +160,8 @@ def budget(workload, arch, plan):
 
 
 def compiler_options(plan):
-    """What ptxas is asked for."""
-    return {"register_level": 10}
+    """What ptxas is asked for: nothing but TVM's own choice."""
+    return {}
 
 
 def declare(workload, plan, negative_scale=False):

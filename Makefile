@@ -11,7 +11,8 @@ MINUTES = 3
 # Extras of pyproject.toml that .venv gets; bench adds PyTorch to compare with.
 EXTRAS = test,cuda
 
-READY = $(if $(filter .venv/bin/python,$(PYTHON)),.venv/ready)
+comma = ,
+READY = $(if $(filter .venv/bin/python,$(PYTHON)),.venv/ready-$(subst $(comma),-,$(EXTRAS)))
 WHAT = --target $(TARGET) --workload $(WORKLOAD)
 
 .PHONY: help demo setup test test-quick test-gpu clean
@@ -37,10 +38,10 @@ test-gpu: $(READY) ## the tests that need a GPU, which must be there
 
 setup: $(READY) ## the local environment .venv, which the others make when they need it
 
-.venv/ready: pyproject.toml
+.venv/ready-%: pyproject.toml
 	python3 -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
-	touch .venv/ready
+	touch $@
 
 clean: ## remove .venv and build
 	rm -rf .venv build

@@ -104,4 +104,10 @@ def further_plan(args, workload, arch):
 
 def chosen_plan(args, device, workload):
     """(family, plan, figures or None) by --plan and --family."""
-    return tuned_plan(args, device, workload) if args.plan == "best" else (*default_plan(args, device, workload), None)
+    if args.plan == "default":
+        return *default_plan(args, device, workload), None
+    family, plan, figures = tuned_plan(args, device, workload)
+    if args.family not in (None, family.NAME):
+        raise cli.UsageError(f"--plan best takes the log's best plan, found one of {family.NAME} and --family {args.family}: "
+                             "use --plan default, or leave --family out")
+    return family, plan, figures

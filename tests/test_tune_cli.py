@@ -60,6 +60,11 @@ class TestDryRun:
             assert part in text
         assert list(tmp_path.iterdir()) == []
 
+    def test_one_family_alone(self, capsys):
+        assert command("--workload", "d128_f16_causal", "--target", "sm_90a", "--dry-run", "--family", "mma") == 0
+        spaces = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  space ")]
+        assert spaces and all(line.startswith("  space mma ") for line in spaces)
+
     def test_time_is_limited_unless_trials_are(self, capsys):
         assert command(*SMALL, "--dry-run") == 0
         assert "limits: no trials, 3 minutes" in capsys.readouterr().out

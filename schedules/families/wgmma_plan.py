@@ -1,0 +1,121 @@
+"""Plans of the wgmma family: their fields, what they take of the chip, the seeds, the space, and which plans one artefact holds."""
+from dataclasses import dataclass, replace
+
+from schedules.intrinsics import wgmma as intrinsics
+from schedules.lowering import order_of_work, warp_roles
+from schedules.plan import Budget, Calls, Plan, fitting, require
+
+NAME = "wgmma"
+
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+LOADER_REGISTERS = {1: 56, 2: 24, 3: 32}  # by consumer warpgroups, as FlashAttention-3 has them
+#: Registers beside S, P and O: statistics, addresses, barriers (read off compiled kernels).
+OTHER_REGISTERS = 32
+SLACK = 8  # powers of two by which scores may outgrow their row's reference value where the rescale is lazy
+
+
+@dataclass(frozen=True)
+class WgmmaPlan(Plan):
+    """Knobs of the wgmma family; q_tile is 64 rows for each consumer warpgroup.
+
+    blocks             thread blocks of a persistent grid: one for each multiprocessor of the fastest chip of its kind (on a chip with
+                       fewer some wait for others: right, but slower than with a plan of its own); 0: one for each query tile
+    order_of_work      in which the blocks of a persistent grid take their tiles: order_of_work.TO_AND_FRO or FAIR, for causal masks
+    shared_decode      1: the loader works out what the next tile of a persistent grid is, and tells the consumers
+    stages             copies of a K or V tile in its ring
+    query_stages       copies of the Q tile: with 2 the next tile's queries come while this one is computed
+    ping_pong          1: consumer warpgroups take turns at issuing products
+    late_wait          1: keep the exponentials in front of the wait for the output's product, beside which they are to run
+    lazy_rescale       1: let scores outgrow a row's reference value by 2^SLACK, and skip the rescale of O where no row of a warp moves it
+    polynomial_share   eighths of the exponentials that run on the multiply-add units
+    loader_registers   registers per thread that the loader warpgroup keeps, a multiple of 8; the consumers share the rest
+    """
+
+    blocks: int = 0
+    order_of_work: int = 0
+    shared_decode: int = 0
+    stages: int = 2
+    query_stages: int = 1
+    ping_pong: int = 1
+    late_wait: int = 1
+    lazy_rescale: int = 1
+    polynomial_share: int = 0
+    loader_registers: int = 24
+
+    @property
+    def groups(self):
+        """Consumer warpgroups."""
+        return self.q_tile // intrinsics.GROUP_ROWS
+
+    @property
+    def warps(self):
+        """Consumer warps; each owns 16 query rows."""
+        return intrinsics.GROUP_WARPS * self.groups
+
+
+def decline(workload, arch):
+    """Why this family does not take the workload, or None."""
+    if arch.kind != "cuda":
+        return f"{arch.name} is no CUDA GPU"
+    if not arch.wgmma_seed:
+        return f"{arch.name} has no wgmma (sm_90a has)"
+    if workload.dtype not in intrinsics.PTX_DTYPE:
+        return f"tensor cores take 16-bit inputs, not {workload.dtype}"
+    if (workload.head_dim, workload.value_dim) not in HEAD_DIMS:
+        return f"head dimensions must be among {HEAD_DIMS}, not {workload.head_dim} and {workload.value_dim}"
+    return None
+
+
+def default_plan(workload, arch):
+    """The seed: the architecture row's tile for the head dimension and mask."""
+    seed = arch.wgmma_seed[workload.head_dim, workload.mask]
+    order = order_of_work.FAIR if workload.mask == "causal" else order_of_work.TO_AND_FRO
+    return WgmmaPlan(**seed, blocks=arch.peak.sms, order_of_work=order)
+
+
+def further_plans(workload, arch, plan):
+    """[(plan, Calls), ...] of one artefact; a call takes the first that is for it, and the last is for any call.
+
+    They are `plan`, for calls that fill the chip; where the architecture row has other tiles for short sequences, these; and one of a
+    single warpgroup, for calls with so few tiles that larger ones would leave multiprocessors without work.
+    """
+    one = dict(q_tile=intrinsics.GROUP_ROWS, blocks=0, shared_decode=0, query_stages=1, ping_pong=0, loader_registers=LOADER_REGISTERS[1])
+    small = fitting([plan.but(**one)], budget, workload, arch) if plan.groups > 1 else ()
+    wave = Calls(tiles=arch.peak.sms + 1, rows=intrinsics.GROUP_ROWS) if small else Calls()
+    changes, most = arch.wgmma_short.get((workload.head_dim, workload.mask), ({}, 0))
+    short = [entry for entry in fitting([plan.but(**changes)], budget, workload, arch) if entry != plan]
+    first = [(plan, replace(wave, queries=most + 1)), *((entry, wave) for entry in short)] if short else [(plan, wave)]
+    return [*first, *((entry, Calls()) for entry in small)]
+
+
+def tile_choices(workload, arch):
+    """Plans of all structures that fit, the seed's first; each is a search task of its own."""
+    seed = default_plan(workload, arch)
+    sizes = [(q_tile, kv_tile) for q_tile in (128, 192) for kv_tile in range(64, 225, 16)] + [(64, 128), (64, 176)]
+    tiles = [seed.but(q_tile=q_tile, kv_tile=kv_tile, query_stages=1, loader_registers=LOADER_REGISTERS[q_tile // intrinsics.GROUP_ROWS])
+             for q_tile, kv_tile in sizes if (q_tile, kv_tile) != (seed.q_tile, seed.kv_tile)]
+    return fitting([seed, seed.but(blocks=0, shared_decode=0), seed.but(lazy_rescale=0), *tiles], budget, workload, arch)
+
+
+def knobs(workload, arch, plan):
+    """Candidates of the sampled fields for a plan's structure."""
+    orders = (order_of_work.TO_AND_FRO, order_of_work.FAIR) if plan.blocks and workload.mask == "causal" else (plan.order_of_work,)
+    return {"stages": (2, 3, 4), "query_stages": (1, 2), "ping_pong": (0, 1) if plan.groups > 1 else (plan.ping_pong,), "late_wait": (0, 1),
+            "polynomial_share": (0, 1, 2), "shared_decode": (0, 1) if plan.blocks else (0,), "order_of_work": orders}
+
+
+def budget(workload, arch, plan):
+    """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
+    d, dv = workload.head_dim, workload.value_dim
+    require(plan.q_tile in (64, 128, 192), "q_tile must be 64 rows for each of one to three consumer warpgroups", plan.q_tile,
+            "choose 64, 128 or 192")
+    require(plan.kv_tile % 16 == 0 and 16 <= plan.kv_tile <= 256, "kv_tile must be a multiple of 16 up to 256", plan.kv_tile, "round it")
+    require(plan.loader_registers % 8 == 0 and plan.loader_registers >= 24, "loader_registers must be a multiple of 8 from 24 on",
+            plan.loader_registers, "round it")
+    tiles = 2 * (plan.query_stages * plan.q_tile * d + plan.stages * plan.kv_tile * (d + dv))
+    return Budget((
+        ("threads", warp_roles.GROUP * (plan.groups + 1), arch.threads_per_block, "of a block"),
+        ("shared memory", tiles + warp_roles.bookkeeping_bytes(plan.stages, plan.query_stages), arch.smem_bytes, "bytes"),
+        ("registers, about", dv // 2 + plan.kv_tile * 3 // 4 + OTHER_REGISTERS,
+         warp_roles.consumer_registers(plan.groups, plan.loader_registers), "per consumer"),
+    )).check(plan, arch)

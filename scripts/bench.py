@@ -7,7 +7,9 @@ What is timed are artefacts as `scripts.export` writes them, after they passed t
 """
 import concurrent.futures
 import datetime
+import functools
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -40,17 +42,19 @@ class WrongKernel(ExportError):
 
 
 def load_checked(name, workload, device, path):
-    """The exported function of an artefact; WrongKernel where it fails a check case."""
-    forward = tvm.runtime.load_module(str(path))["flash_attention_forward"]
-    device = tvm.runtime.device(device.arch.kind, 0)
-    for case in check_cases(workload):
+    """The exported function of an artefact; WrongKernel where one of its variants fails a check case, whatever calls that is for."""
+    module, kind = tvm.runtime.load_module(str(path)), device.arch.kind
+    variants = [functools.partial(module["flash_attention_forward_variant"], number)
+                for number in range(len(json.loads(module["flash_attention_manifest"]())["variants"]))]
+    device = tvm.runtime.device(kind, 0)
+    for case, forward in itertools.product(check_cases(workload), variants):
         out, lse = np.full(case.out.shape, np.nan, np.float32).astype(case.q.dtype), np.full(case.lse.shape, np.nan, np.float32)
         tensors = [tvm.runtime.tensor(array, device) for array in (case.q, case.k, case.v, out, lse)]
         forward(*tensors, case.scale)
         complaint = reference.mismatch(tensors[3].numpy(), tensors[4].numpy(), case.out, case.lse, case.out_tolerance)
         if complaint:
             raise WrongKernel(f"the {name} plan of {workload.name} fails check case {case.name}: {complaint}: mend its schedule first")
-    return forward
+    return module["flash_attention_forward"]
 
 
 def our_plans(args, device, workload):
@@ -212,7 +216,7 @@ def run(args):
             setattr(args, name, value)
     if min([args.rounds, args.tokens, args.hidden, *args.lengths]) < 1 or not 0 < args.milliseconds < 1e6 or not 0 <= args.rest < 1e6:
         raise cli.UsageError("--rounds, --tokens, --hidden, --lengths and --milliseconds must be positive: correct them")
-    if args.json and not args.json.parent.is_dir():
+    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
         raise cli.UsageError(f"--json must be a file in a folder that exists, found {str(args.json)!r}: correct the path")
     workloads = [options.workload_of(text, device) for text in args.workload]
     cli.echo(**{**vars(args), "command": "bench", "workload": [workload.name for workload in workloads], "target": device.description})

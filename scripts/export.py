@@ -11,7 +11,7 @@ from pathlib import Path
 
 from schedules.arch import cuda_arch
 from schedules.artefact.variant import limits_of
-from schedules.plan import Plan
+from schedules.plan import Plan, fitting
 from scripts import cli, options
 from scripts.kernels import build_kernels, write_artefact
 
@@ -57,6 +57,9 @@ def check_archs(choice, workload, option, least):
         if reason is not None:
             raise cli.UsageError(f"{option} must be served by {choice.family.NAME}, found that it declines {name} ({reason}): "
                                  "leave it out")
+        if not fitting([choice.plan], choice.family.budget, workload, cuda_arch(name)):
+            raise cli.UsageError(f"{option} must have room for the plan of {choice.family.NAME} ({choice.plan}), found that {name} "
+                                 "has not: leave it out, or give it a variant of its own with --also")
         if cuda_arch(name).capability < choice.arch.capability:
             raise cli.UsageError(f"{least} must be the least of all architectures, found {choice.arch.name} and {name}: exchange them")
 

@@ -7,6 +7,7 @@ This file imports nothing else of the project; it may be copied to wherever the 
 """
 import argparse
 import ctypes
+import functools
 import importlib.util
 import json
 import os
@@ -23,6 +24,8 @@ import tvm  # noqa: E402
 
 DONE, FAILED = 0, 1
 FORWARD, MANIFEST = "flash_attention_forward", "flash_attention_manifest"
+#: The same by a variant of one's own choice: (its number in the manifest, then as FORWARD).
+VARIANT = "flash_attention_forward_variant"
 #: Of the manifests that this file reads.
 SCHEMA = 2
 
@@ -119,6 +122,22 @@ def check(forward, case, arrays, dtype, device):
     return error, None
 
 
+def check_all(forward, index, arrays, device, label=""):
+    """Number of wrong cases, with a line about each; None where the artefact's code is for other GPUs."""
+    wrong = 0
+    for case in index["cases"]:
+        try:
+            error, complaint = check(forward, case, arrays, index["dtype"], device)
+        except ValueError as refusal:
+            if label and "of compute capability" in str(refusal):
+                print(f"  {label}is for other GPUs")
+                return None
+            raise RunError(f"the artefact refuses check case {case['name']}: {refusal}") from refusal
+        wrong += complaint is not None
+        print(f"  {label}{case['name']:<16} error {error:.2e} of {case['out_tolerance']:.2e}  {complaint or 'ok'}")
+    return wrong
+
+
 def measure(module, workload, shape, seed, repeat, device):
     """Median and spread in milliseconds of calls on random data of one shape (batch, heads, key heads, queries, keys)."""
     batch, heads, kv_heads, q_len, kv_len = shape
@@ -170,15 +189,14 @@ def run(args):
     if not device.exist:
         raise RunError(f"the artefact needs a {kind} device, found none: run it where there is one")
     index, arrays = read_cases(args.check, workload["name"])
-    wrong = 0
-    for case in index["cases"]:
-        try:
-            error, complaint = check(module[FORWARD], case, arrays, index["dtype"], device)
-        except ValueError as refusal:
-            raise RunError(f"the artefact refuses check case {case['name']}: {refusal}") from refusal
-        wrong += complaint is not None
-        print(f"  {case['name']:<16} error {error:.2e} of {case['out_tolerance']:.2e}  {complaint or 'ok'}")
-    print(f"{len(index['cases']) - wrong} of {len(index['cases'])} check cases passed")
+    found = [check_all(module[FORWARD], index, arrays, device)]
+    variants = manifest["variants"] if len(manifest["variants"]) > 1 else ()
+    for number, variant in enumerate(variants):  # the cases are small: each variant must see them, whatever it is for
+        label = f"variant {number + 1}, {variant['family']}: "
+        found.append(check_all(functools.partial(module[VARIANT], number), index, arrays, device, label))
+    found = [wrong for wrong in found if wrong is not None]
+    count, wrong = len(found) * len(index["cases"]), sum(found)
+    print(f"{count - wrong} of {count} check cases passed")
     if wrong:
         raise RunError(f"{wrong} check cases failed: do not use this artefact")
     for length in args.lengths:

@@ -137,8 +137,8 @@ def tune(tools, log, spaces, shape):
     with locked(log.path):
         run = log.read_run()
         champion = champion_of(run, families)
-        if champion is not None and not any(space.owns(*champion) for space in spaces):  # a winner must beat it
-            spaces = (*spaces, Space.around(families[champion[0]], log.workload, log.arch, champion[1]))
+        if champion is not None and not any(space.owns(*champion) for space in spaces):  # a winner must beat it; it is not searched around
+            spaces = (*spaces, Space(families[champion[0]], log.workload, log.arch, champion[1], ()))
         log.check_database()
         known, declarations = log.read_measured(families, shape)
         if known:

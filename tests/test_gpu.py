@@ -25,8 +25,8 @@ HALVES = [workload for workload in WORKLOADS + WIDE if workload.dtype == "float1
 LONG, CAUSAL = Workload(128, 128, "float16", "full"), Workload(128, 128, "float16", "causal")
 SHAPES = {**RAGGED, "long": (Shape(1, 2, 1, 1000, 1500), 1.0), "odd_group": (Shape(2, 5, 1, 130, 61), 1.0),
           "many_heads": (Shape(70000, 1, 1, 1, 3), 1.0), "negative_scale": (Shape(1, 2, 2, 333, 400), -1.0)}
-#: More query tiles than multiprocessors, several times: a persistent grid runs several waves.
-WAVES = Shape(3, 50, 10, 270, 290)
+#: More query tiles than multiprocessors, several times: a persistent grid runs so many waves that FAIR deals in pairs too.
+WAVES = Shape(3, 100, 10, 270, 290)
 #: Bytes of GPU memory that tensors of more than 2^31 elements want.
 ROOM = 40 << 30
 

@@ -66,6 +66,8 @@ class TestRefused:
         ("export", ["--target", "cpu", "--output", "tests"], "--output must be a file that ends in .so, found 'tests'"),
         ("export", ["--target", "sm_80", "--plan", "default", "--archs", "sm_75"], "--archs must be served by mma, found that it declines"),
         ("export", ["--target", "sm_89", "--plan", "default", "--archs", "sm_80"], "--target must be the least of all architectures"),
+        ("export", ["--target", "sm_80", "--plan", "default", "--workload", "fwd_d72_dv72_f32_full", "--archs", "sm_86"],
+         "--archs must have room for the plan of "),
         ("export", ["--target", "cpu", "--also", "sm_80"], "--also is for a CUDA target, found target "),
         ("export", ["--target", "sm_90a", "--plan", "default", "--also", "sm_80", "sm_75"], "--also must be served by mma, found that it"),
         ("export", ["--target", "sm_90a", "--plan", "default", "--also", "sm_89", "sm_80"], "the first of --also must be the least of all"),
@@ -78,6 +80,7 @@ class TestRefused:
         ("show", ["nests", "--target", "cpu", "--blocks", "no"], "--blocks must name blocks of the nests, found 'no' in none"),
         ("bench", ["--target", "cpu", "--milliseconds", "nan"], "--rounds, --tokens, --hidden, --lengths and --milliseconds must be"),
         ("bench", ["--target", "cpu", "--json", "missing/a.json"], "--json must be a file in a folder that exists"),
+        ("bench", ["--target", "cpu", "--json", "tests"], "--json must be a file in a folder that exists, found 'tests'"),
         ("export", ["--target", "cpu", "--archs", "sm_80"], "--archs are for a CUDA target, found target "),
         ("bench", ["--target", "cpu", "--rounds", "0"], "--rounds, --tokens, --hidden, --lengths and --milliseconds must be positive"),
         ("show", ["nest"], "a section is one of plan, nests, tir, source, resources, found nest"),
@@ -135,7 +138,7 @@ class TestExportAndRun:
         done = subprocess.run([sys.executable, "-c", code, artefact[0], "--lengths", "64", "--repeat", "2"], cwd=tmp_path, env=environment,
                               capture_output=True, text=True)
         assert json.loads(done.stdout.splitlines()[-1]) == [0, [], []], done.stderr
-        assert "10 of 10 check cases passed" in done.stdout
+        assert "11 of 11 check cases passed" in done.stdout
         assert re.search(r"batch 1, heads 8, length 64: \d+\.\d{3} ms", done.stdout)
 
     @pytest.mark.parametrize("array, message", [

@@ -1,6 +1,7 @@
 """`python -m scripts.tune` as a user meets it: what it says, what it leaves behind, and its exit code, whatever comes in between."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,18 @@ class TestDryRun:
     def test_time_is_limited_unless_trials_are(self, capsys):
         assert command(*SMALL, "--dry-run") == 0
         assert "limits: no trials, 3 minutes" in capsys.readouterr().out
+
+
+def test_a_champion_whose_record_is_lost_is_measured_again(tuned, tmp_path):
+    """It was the best of three plans; a session of one trial without them must not put another in its place unseen."""
+    logs = tmp_path / "logs"
+    shutil.copytree(tuned[0], logs)
+    best = json.loads((folder_of(logs) / "run.json").read_text())["best"]
+    (folder_of(logs) / log.MEASURED).unlink()
+    assert command(*SMALL, "--logs", logs, "--trials", "1") == 0
+    data = json.loads((folder_of(logs) / log.MEASURED).read_text())
+    plans = [dict(zip(data["fields"][family], values)) for family, values, *_ in data["plans"] if family == best["family"]]
+    assert best["plan"] in plans
 
 
 class TestRefused:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,6 +141,18 @@ class TestChoice:
     def test_by_the_length_of_a_call(self, asked, tmp_path, q_len, place):
         long, short = code_for("long", "sm_90a"), code_for("short", "sm_90a")
         assert call(link_numbers([replace(long, serves=Calls(queries=1537)), short], tmp_path), "9.0", q_len=q_len) == place
+
+    def test_a_variant_of_one_s_own_choice(self, asked, tmp_path):
+        """Each can be reached, whatever calls it is for, but not on a device that it has no code for."""
+        large = replace(code_for("large", "sm_90a"), serves=Calls(tiles=1000, rows=64))
+        link_numbers([large, code_for("small", "sm_90a"), code_for("old", "sm_80")], tmp_path)
+        chosen = tvm_ffi.load_module(str(tmp_path / "numbers.so")).flash_attention_forward_variant
+        assert [call(partial(chosen, number), capability) for number, capability in enumerate(("9.0", "9.0", "8.0"))] == [1, 2, 3]
+        with pytest.raises(ValueError, match="q is on cuda:1 of compute capability 8.0, wanted a device that runs code for"):
+            call(partial(chosen, 0), "8.0")
+        for number in (-1, 3, 1.0, None):
+            with pytest.raises(ValueError, match="the first argument is no variant of this artefact, wanted an int from 0 to 2"):
+                call(partial(chosen, number), "9.0")
 
     def test_nothing_is_said_of_a_call_that_is_refused_or_empty(self, forward, capfd):
         with pytest.raises(TypeError, match="scale is text"):

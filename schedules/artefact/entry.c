@@ -289,14 +289,14 @@ static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], c
 }
 
 /* The first variant that runs on the device and can serve these tensors; NULL where an error is set. `passed_over` receives why a better
- * one could not, if one runs on the device. */
-static const Variant *choose(const DLTensor plain[TENSORS], const int64_t elements[TENSORS], Refusal *passed_over) {
+ * one could not, if one runs on the device. `only`, where given, is the one to take, whatever calls it is for. */
+static const Variant *choose(const DLTensor plain[TENSORS], const int64_t elements[TENSORS], const Variant *only, Refusal *passed_over) {
   char device[32];
   int capability = FLASHTIR_DEVICE_TYPE == kDLCPU ? 0 : capability_of(plain[Q].device);
   passed_over->reason = SERVES;
   if (capability < 0) return NULL;
   for (const Variant *variant = kVariants; variant < kVariants + VARIANTS; ++variant) {
-    if (!runs_on(variant, capability) || !is_for(variant, &plain[Q])) continue;
+    if (!runs_on(variant, capability) || (only ? variant != only : !is_for(variant, &plain[Q]))) continue;
     Refusal why = consider(variant, plain, elements);
     if (why.reason == SERVES) return variant;
     if (passed_over->reason == SERVES) *passed_over = why;
@@ -316,8 +316,7 @@ static void say_once(const Refusal *why, const Variant *used) {
     fprintf(stderr, "flash_attention_forward: %s cannot take this call (%s): using %s\n", why->variant->name, why->text, used->name);
 }
 
-/* flash_attention_forward(q, k, v, out, lse, scale) -> None */
-TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result, const Variant *only) {
   const DLTensor *tensors[TENSORS];
   int64_t elements[TENSORS];
   DLTensor plain[TENSORS];
@@ -340,13 +339,26 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward(void *self, const TVMFF
     checked[i] = (TVMFFIAny){.type_index = kTVMFFIDLTensorPtr, .v_ptr = &plain[i]};
   }
   checked[TENSORS] = args[TENSORS];
-  const Variant *variant = choose(plain, elements, &passed_over);
+  const Variant *variant = choose(plain, elements, only, &passed_over);
   if (variant == NULL || check_groups(tensors[Q]->shape[2], tensors[K]->shape[2]) || check_scale(&args[TENSORS], &negative)) return -1;
   if (check_memory(plain, elements)) return -1;
   if (elements[LSE] == 0) return 0;
   if (elements[K] == 0) plain[K].data = plain[V].data = plain[Q].data;
   say_once(&passed_over, variant);
   return (negative ? variant->negative : variant->kernel)(self, checked, ARGUMENTS, result);
+}
+
+/* flash_attention_forward(q, k, v, out, lse, scale) -> None */
+TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+  return forward(self, args, count, result, NULL);
+}
+
+/* flash_attention_forward_variant(number, q, k, v, out, lse, scale) -> None: by the variant of this number in the manifest, from 0 on, so
+ * that each can be checked on calls which the choice would give to another. */
+TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward_variant(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+  if (count < 1 || args[0].type_index != kTVMFFIInt || args[0].v_int64 < 0 || args[0].v_int64 >= VARIANTS)
+    return fail("ValueError", "the first argument is no variant of this artefact, wanted an int from 0 to %d", VARIANTS - 1);
+  return forward(self, args + 1, count - 1, result, &kVariants[args[0].v_int64]);
 }
 
 /* flash_attention_manifest() -> JSON text */

@@ -75,7 +75,10 @@ def share_exponentials(func):
         block = loops[0].loop_var * HALVES + loops[1].loop_var
 
         def split(store):
-            by_polynomial = tirx.BufferStore(store.buffer, exp2(store.value.args[0], degree=4), store.indices)
+            x = store.value.args[0]
+            # A GPU's own NaN has all bits of the mantissa set, and adding to its exponent would carry into the sign.
+            value = tirx.Select(tirx.isnan(x), x, exp2(x, degree=4))
+            by_polynomial = tirx.BufferStore(store.buffer, value, store.indices)
             return tirx.IfThenElse(block % EIGHTHS < int(mark.value), by_polynomial, store)
         return tvm_ffi.structural_map(mark.body, (tirx.BufferStore, split))
 

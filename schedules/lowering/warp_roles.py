@@ -39,9 +39,13 @@ def bookkeeping_bytes(stages, query_stages):
     return barrier_bytes(stages, query_stages) + query_stages * rewrite.FACT_BYTES
 
 
+def entry_registers(groups):
+    """Registers per thread that a block of some consumer warpgroups and a loader can start with: an equal share for each, up to 240."""
+    return min(REGISTERS_PER_SM // (GROUP * (groups + 1)) // REGISTER_STEP * REGISTER_STEP, MOST_REGISTERS)
+
+
 def consumer_registers(groups, loader_registers):
-    """Registers per thread of each of some consumer warpgroups, beside a loader warpgroup with so many, out of those that a block starts
-    with: an equal share for each thread."""
+    """Registers per thread of each of some consumer warpgroups, beside a loader warpgroup with so many, out of those of a whole SM."""
     entry = REGISTERS_PER_SM // (GROUP * (groups + 1)) // REGISTER_STEP * REGISTER_STEP
     return min((entry * (groups + 1) - loader_registers) // groups // REGISTER_STEP * REGISTER_STEP, MOST_REGISTERS)
 

@@ -17,6 +17,9 @@ SHAPES = (
     (Shape(batch=1, q_heads=1, kv_heads=1, q_len=33, kv_len=0), 1.0),
     (Shape(batch=1, q_heads=3, kv_heads=1, q_len=199, kv_len=333), -1.0),
 )
+#: What a would-be winner must pass besides: several tiles of work for every block of a persistent grid, so many that a causal mask's
+#: order of work deals in pairs too.
+MANY_TILES = ((Shape(batch=2, q_heads=200, kv_heads=20, q_len=200, kv_len=210), 1.0),)
 #: Elements behind each output that a kernel must leave alone.
 GUARD = 256
 
@@ -37,10 +40,10 @@ class Case:
     bound: float
 
 
-def cases(workload, device, seed=0):
+def cases(workload, device, seed=0, shapes=SHAPES):
     """The gate's cases for a workload, inputs on `device`."""
     made = []
-    for shape, factor in SHAPES:
+    for shape, factor in shapes:
         q, k, v = reference.make_inputs(workload, shape, seed)
         scale = float(np.float32(factor * workload.head_dim**-0.5))
         out, lse = reference.forward(workload, q, k, v, scale)

@@ -73,7 +73,7 @@ def duel(paths, setting, rounds, seed):
     for index, path in enumerate(paths):
         try:
             kernels[index] = _Kernel(path, setting)
-            results[index] = {"seconds": [], "error": kernels[index].check()}
+            results[index] = {"seconds": [], "error": kernels[index].check(winner=True)}
         except gate.Refused as refused:
             results[index] = {"refused": str(refused)}
             kernels.pop(index)
@@ -102,14 +102,24 @@ class _Kernel:
             _kept[setting] = (gate.cases(setting.workload, self.device), _arguments(setting, self.device))
         self.cases, self.arguments = _kept[setting]
 
-    def check(self):
+    def check(self, winner=False):
+        """Largest error over the gate's cases; for a would-be winner on a GPU over many tiles of work as well."""
+        cases = self.cases + (_many_tiles(self.setting, self.device) if winner and self.setting.kind == "cuda" else ())
         twin = self.module[NEGATIVE_SCALE_KERNEL] if self.module.implements_function(NEGATIVE_SCALE_KERNEL) else None
-        return gate.check(self.module[KERNEL], self.setting.workload, self.cases, self.device, twin)
+        return gate.check(self.module[KERNEL], self.setting.workload, cases, self.device, twin)
 
     def seconds(self, calls, repeats):
         """Seconds of a call, a mean over `calls` calls in a row, `repeats` times."""
         timer = self.module.time_evaluator(KERNEL, self.device, number=calls, repeat=repeats)
         return [float(x) for x in timer(*self.arguments).results]
+
+
+def _many_tiles(setting, device):
+    """The gate's cases for would-be winners, kept like the others."""
+    key = setting, "many tiles"
+    if key not in _kept:
+        _kept[key] = gate.cases(setting.workload, device, shapes=gate.MANY_TILES)
+    return _kept[key]
 
 
 def _arguments(setting, device):

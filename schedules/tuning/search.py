@@ -176,10 +176,14 @@ class Session:
         return count if self._limits.trials is None else min(count, self._limits.trials - self.tried - pending)
 
     def _batch(self, count, taken):
-        """Up to `count` (task, plan) to try: seeds of all spaces first, then what the search of the next task proposes."""
+        """Up to `count` (task, plan) to try: a champion that is not known any more and the seeds of all spaces, then what the search of the
+        next task proposes."""
         if count <= 0:
             return []
-        seeds = [(task, task.space.seed) for task in self.tasks if task.key(task.space.seed) not in {*self.known, *taken}]
+        wanted = [(task, task.space.seed) for task in self.tasks]
+        if self.champion is not None and self.space_of(self.champion) is not None:
+            wanted.insert(0, (next(task for task in self.tasks if task.space is self.space_of(self.champion)), self.champion[1]))
+        seeds = [(task, plan) for task, plan in dict.fromkeys(wanted) if task.key(plan) not in {*self.known, *taken}]
         if seeds:
             return seeds[:count]
         task = self._next_task(taken)
@@ -192,7 +196,8 @@ class Session:
         """The rival space that had the fewest turns; once rivals are exhausted, the best of the others."""
         best = {task: task.measured()[0][0] if task.measured() else float("inf") for task in self.tasks}
         open_tasks = [task for task in self.tasks if task.unknown(taken)]
-        rivals = [task for task in open_tasks if best[task] <= RIVAL * min(best.values())]
+        # A space of one plan, such as that of another family's champion, is no measure of where a search pays.
+        rivals = [task for task in open_tasks if best[task] <= RIVAL * min(best[other] for other in self.tasks if other.space.size > 1)]
         if rivals:
             return min(rivals, key=lambda task: (self._turns[task], best[task]))
         return min(open_tasks, key=best.get, default=None)

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schedules import build, registry
+from schedules.arch import CUDA_ARCHS
 from schedules.artefact.cases import check_cases
 from schedules.artefact.export import export_artefact
 from schedules.artefact.manifest import describe
 from schedules.artefact.variant import Variant, variant_of
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.lowering.toolkit import find_toolkit, preload
-from schedules.plan import Calls
+from schedules.plan import Calls, fitting
 
 #: Where a machine without an NVIDIA driver keeps the library that stands in for it while it compiles.
 STUB_DRIVER = Path(__file__).parent.parent / "build" / "stub"
@@ -57,7 +58,9 @@ def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1,
         compiler = cuda_compiler(toolkit, archs or (arch.name,), CudaOptions(**family.compiler_options(plan)))
     with compiler as log:
         module = build.build_plan(family, workload, plan, arch, place)
-    return Kernel(variant_of(module, family, arch, plan, log.kernels if log else (), measured, serves), toolkit)
+    others = [row for row in CUDA_ARCHS.values() if arch.kind == "cuda" and row.capability[0] == arch.capability[0] and not row.exact]
+    portable = all(fitting([plan], family.budget, workload, row) for row in others)
+    return Kernel(variant_of(module, family, arch, plan, log.kernels if log else (), measured, serves, portable), toolkit)
 
 
 def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1):

@@ -142,6 +142,12 @@ class TestChoice:
         long, short = code_for("long", "sm_90a"), code_for("short", "sm_90a")
         assert call(link_numbers([replace(long, serves=Calls(queries=1537)), short], tmp_path), "9.0", q_len=q_len) == place
 
+    def test_code_without_room_on_later_minors(self, asked, tmp_path):
+        """A plan for the shared memory of 8.0 is not given to 8.9, which has less; the next variant is."""
+        wide = replace(code_for("wide", "sm_80"), portable=False)
+        forward = link_numbers([wide, code_for("narrow", "sm_80")], tmp_path)
+        assert [call(forward, capability) for capability in ("8.0", "8.9")] == [1, 2]
+
     def test_a_variant_of_one_s_own_choice(self, asked, tmp_path):
         """Each can be reached, whatever calls it is for, but not on a device that it has no code for."""
         large = replace(code_for("large", "sm_90a"), serves=Calls(tiles=1000, rows=64))

@@ -27,7 +27,8 @@
 
 #include "artefact_config.h"
 
-/* Device code of one architecture: exact, as of sm_90a, runs on its own compute capability only; other code also on later minors. */
+/* Device code of one architecture: exact, as of sm_90a or of a plan that others have no room for, runs on its own compute capability only;
+ * other code also on later minors. */
 typedef struct {
   int major, minor, exact;
 } Code;

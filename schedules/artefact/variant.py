@@ -30,6 +30,7 @@ class Variant:
     max_elements  most elements that a tensor may have, below 2^60
     alignment     bytes that the data of tensors must start on a multiple of
     serves        Calls that it is for; others are left to a later variant
+    portable      whether later minors of its compute capability have room for it; where not, its code runs on those that it names
     """
 
     module: tvm.runtime.Module
@@ -41,6 +42,7 @@ class Variant:
     max_elements: int
     alignment: int
     serves: Calls = Calls()
+    portable: bool = True
 
     @property
     def name(self):
@@ -59,6 +61,7 @@ def limits_of(family, kind):
     return getattr(family, "MAX_ELEMENTS", MAX_ELEMENTS), getattr(family, "ALIGNMENT", ALIGNMENT[kind])
 
 
-def variant_of(module, family, arch, plan, kernels=(), measured=None, serves=Calls()):
+def variant_of(module, family, arch, plan, kernels=(), measured=None, serves=Calls(), portable=True):
     """Variant of a plan of a family module; the other arguments are fields of Variant, with a module that may be an Executable."""
-    return Variant(getattr(module, "mod", module), family.NAME, arch, plan, tuple(kernels), measured, *limits_of(family, arch.kind), serves)
+    return Variant(getattr(module, "mod", module), family.NAME, arch, plan, tuple(kernels), measured, *limits_of(family, arch.kind), serves,
+                   portable)

@@ -149,7 +149,7 @@ class TestExportAndRun:
         arrays[array][(0,) * arrays[array].ndim] += 1
         np.savez(tmp_path / "changed.npz", **arrays)
         done = command("run", artefact[0], "--check", tmp_path / "changed.npz", "--lengths", code=1)
-        assert re.search(message, done.stdout) and "9 of 10 check cases passed" in done.stdout
+        assert re.search(message, done.stdout) and "10 of 11 check cases passed" in done.stdout
         assert done.stderr == "error: 1 check cases failed: do not use this artefact\n"
 
     def test_run_wants_a_row_without_keys_to_be_exact(self, artefact, tmp_path):

@@ -8,7 +8,7 @@ from tvm.tirx.compilation_pipeline import get_tir_pipeline
 
 from schedules.arch import cuda_arch
 from schedules.build import schedule
-from schedules.families import wgmma
+from schedules.families import wgmma, wgmma_plan
 from schedules.intrinsics import events
 from schedules.lowering import warp_roles
 from te_defs.workload import Workload
@@ -50,5 +50,5 @@ def test_registers_of_a_block_are_those_of_a_multiprocessor(groups, loader):
 @pytest.mark.parametrize("groups, loader, consumer", [(1, 56, 240), (2, 24, 240), (3, 32, 160)])
 def test_registers_are_those_of_the_paper_s_kernels(groups, loader, consumer):
     """FlashAttention-3, hopper/flash_fwd_kernel_sm90.h; a single consumer has 256 there, of which code can name 255."""
-    assert wgmma.LOADER_REGISTERS[groups] == loader
+    assert wgmma_plan.LOADER_REGISTERS[groups] == loader
     assert warp_roles.consumer_registers(groups, loader) == consumer

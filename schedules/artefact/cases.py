@@ -20,8 +20,8 @@ from te_defs.workload import Shape
 SCHEMA = 1
 
 #: name -> (shape, scale as a multiple of 1 / sqrt(D)). Between them: lengths that no tile divides, one query, more queries than keys
-#: (rows without keys under a causal mask), grouped heads, no keys, no batch, more tiles than
-#: a GPU has multiprocessors, and scales of either sign and zero.
+#: (rows without keys under a causal mask), grouped heads, no keys, no batch, more tiles than a GPU has multiprocessors, and scales of
+#: either sign and zero.
 CHECK_SHAPES = {
     "even": (Shape(batch=1, q_heads=1, kv_heads=1, q_len=128, kv_len=128), 1.0),
     "ragged": (Shape(batch=1, q_heads=2, kv_heads=2, q_len=113, kv_len=203), 1.0),

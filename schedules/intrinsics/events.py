@@ -22,9 +22,9 @@ def wait_full(ring):
     return T.call_extern("int32", PREFIX + "wait_full", ring, key_tile())
 
 
-def release(ring):
-    """This warpgroup has read the tile: it may be overwritten."""
-    return T.call_extern("int32", PREFIX + "release", ring, key_tile())
+def release(ring, tile=None):
+    """This warpgroup has read the tile, that of this turn of the key loop where none is named: it may be overwritten."""
+    return T.call_extern("int32", PREFIX + "release", ring, key_tile() if tile is None else tile)
 
 
 def slot_bytes(ring):

@@ -1,7 +1,7 @@
 """Copies of whole tiles by the tensor memory accelerator (TMA), from blocks that say plainly what they copy.
 
 A block annotated BULK_LOAD copies rows of a tensor [batch, rows, heads, channels] to a shared tile [chunks, rows, chunk], with zeros past
-the last row. `lower_bulk_loads` checks exactly this and puts an event in its place; `encode_tensor_maps` has the host describe each
+the last row. `lower_bulk_loads` checks exactly this and puts an event in its place; `encode_tensor_map` has the host describe each
 tensor to the TMA by its run-time shape (CUDA driver API, cuTensorMapEncodeTiled), in front of the launch.
 """
 import tvm
@@ -12,10 +12,10 @@ from tvm.script import tirx as T
 from tvm.sym import Analyzer
 
 from schedules.intrinsics import events
+from schedules.intrinsics.wgmma import ELEMENT_BYTES
 from schedules.lowering.rewrite import function_pass, substitute
 
 BULK_LOAD = "flashtir.bulk_load"
-ELEMENT_BYTES = 2
 #: cuTensorMapEncodeTiled: no interleave, swizzle of 64 or 128 bytes, L2 promotion of 128 bytes, zeros past the end.
 INTERLEAVE_NONE, SWIZZLE, PROMOTE, FILL_ZERO = 0, {64: 2, 128: 3}, 2, 0
 

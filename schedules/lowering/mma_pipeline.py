@@ -9,8 +9,8 @@ from tvm import s_tir, tirx
 from schedules.lowering import pass_lists, rewrite
 from schedules.lowering.software_pipeline import expand_order
 
-#: Pass configuration that goes with the pipeline. Loops are unrolled by nvcc: written out by TVM, some lane indices could not be proved.
-CONFIG = {"tirx.use_async_copy": True, "tirx.UnrollLoop": {"explicit_unroll": False, "auto_max_step": 0}}
+#: Pass configuration that goes with the pipeline.
+CONFIG = {"tirx.use_async_copy": True, **pass_lists.UNROLLED_BY_NVCC}
 
 pass_lists.register("flashtir_mma", [
     expand_order(),

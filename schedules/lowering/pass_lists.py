@@ -7,6 +7,9 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.tirx.compilation_pipeline import register_tir_pipeline
 
+#: Pass configuration that leaves loops to nvcc to unroll: written out by TVM, some lane indices could not be proved.
+UNROLLED_BY_NVCC = {"tirx.UnrollLoop": {"explicit_unroll": False, "auto_max_step": 0}}
+
 
 def blocks_to_loops():
     """From blocks to plain loops over buffers in memory; ends before buffers are flat."""

@@ -66,10 +66,6 @@ def share_exponentials(func):
     The blocks of eight columns take turns, so that both kinds of units have work all the time.
     """
     def share(mark):
-        if mark.attr_key != POLYNOMIAL_SHARE:
-            return mark
-        if int(mark.value) == 0:
-            return mark.body
         loops = []
         tvm_ffi.structural_walk(mark.body, (tirx.For, loops.append), order="pre")
         block = loops[0].loop_var * HALVES + loops[1].loop_var
@@ -82,4 +78,4 @@ def share_exponentials(func):
             return tirx.IfThenElse(block % EIGHTHS < int(mark.value), by_polynomial, store)
         return tvm_ffi.structural_map(mark.body, (tirx.BufferStore, split))
 
-    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, share)))
+    return rewrite.replace_marked(func, POLYNOMIAL_SHARE, share)

@@ -32,6 +32,19 @@ def is_call(expr, name):
     return isinstance(expr, tvm.ir.Call) and getattr(expr.op, "name", "").split(".")[-1] == name
 
 
+def replace_marked(func, key, replacement):
+    """The function with every loop nest under a mark replaced.
+
+    key          of the loop annotation, which lowering has made an AttrStmt; annotated with 0, a nest stays as it is
+    replacement  function AttrStmt -> statement
+    """
+    def replace(mark):
+        if mark.attr_key != key:
+            return mark
+        return replacement(mark) if int(mark.value) else mark.body
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, replace)))
+
+
 def _mask_hint(stmt):
     """The condition of `if likely(condition): ... else: ...`, the declaration's sign for a tile that may skip its mask; else None."""
     if isinstance(stmt, tirx.IfThenElse) and stmt.else_case is not None and is_call(stmt.condition, "likely"):
@@ -97,10 +110,6 @@ def skip_rescale(func):
     lanes of the warp hold; the other branch copies, which the register allocator merges away.
     """
     def guard(mark):
-        if mark.attr_key != LAZY_RESCALE:
-            return mark
-        if int(mark.value) == 0:
-            return mark.body
         loops, stores = [], []
         tvm_ffi.structural_walk(mark.body, ((tirx.For, loops.append), (tirx.BufferStore, stores.append)), order="pre")
         factor = stores[0].value.a
@@ -119,7 +128,7 @@ def skip_rescale(func):
             mark.body, (tirx.BufferStore, lambda store: tirx.BufferStore(store.buffer, store.value.b, store.indices)))
         return tirx.IfThenElse(vote != 0, mark.body, copy)
 
-    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, guard)))
+    return replace_marked(func, LAZY_RESCALE, guard)
 
 
 LATE_WAIT = "pragma_flashtir_late_wait"
@@ -139,10 +148,6 @@ def hold_back(func):
     would no longer run beside the product. A store that never executes, but depends on the sums, stands in the way.
     """
     def pin(mark):
-        if mark.attr_key != LATE_WAIT:
-            return mark
-        if int(mark.value) == 0:
-            return mark.body
         loops, stores = [], []
         tvm_ffi.structural_walk(mark.body, ((tirx.For, loops.append), (tirx.BufferStore, stores.append)), order="pre")
         sums = (tirx.BufferLoad(stores[0].buffer, [substitute(stores[0].indices[0], {loops[0].loop_var: tirx.IntImm("int32", n)})])
@@ -150,7 +155,7 @@ def hold_back(func):
         call = T.cuda.func_call("flashtir_hold_back", functools.reduce(lambda a, b: a + b, sums), source_code=_LATE_WAIT_SOURCE)
         return tirx.SeqStmt([mark.body, tirx.Evaluate(call)])
 
-    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, pin)))
+    return replace_marked(func, LATE_WAIT, pin)
 
 
 @function_pass("flashtir.FullWarpMask")
@@ -170,12 +175,10 @@ def async_copy(func):
     Groups complete in order, so whoever waits for a later group, as the software pipeline does, has this one too.
     """
     def wrap(mark):
-        if mark.attr_key != ASYNC_COPY:
-            return mark
         zero, one = tirx.IntImm("int32", 0), tirx.IntImm("int32", 1)
         return tirx.AttrStmt(zero, "async_commit_queue_scope", zero, tirx.AttrStmt(zero, "async_scope", one, mark.body))
 
-    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, wrap)))
+    return replace_marked(func, ASYNC_COPY, wrap)
 
 
 @function_pass("flashtir.TruncatedDivision")

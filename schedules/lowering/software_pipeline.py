@@ -38,7 +38,8 @@ def pipeline_lists(order):
     return [0 if name in LOADED_AHEAD else 1 for name in STATEMENTS], [executed.index(name) for name in STATEMENTS]
 
 
-#: The same for asynchronous products, in program order; "S_ready" and "O_acc" wait for them. A declaration with slack has "row_max_seen".
+#: The same for asynchronous products, in program order; "S_ready", block S_warp, and "O_acc" wait for them. A declaration with slack has
+#: "row_max_seen".
 OVERLAPPED_STATEMENTS = ("K_load", "V_load", "S_init", "S", "S_ready", "S_masked", "tile_max", "pair_max", "row_max_seen", "row_max_new",
                          "rescale", "row_max_scaled", "P", "tile_sum", "row_sum_new", "P_cast", "O_init", "O_acc_new", "O_acc", "row_max",
                          "row_sum")

@@ -3,8 +3,8 @@
 Until here a kernel is one program for the warps that compute, with bulk loads and other events (schedules.intrinsics.events) in the places
 where their tiles are needed. `split_roles` cuts this program in two: the loader keeps the loads and the loops around them, the consumers
 keep the rest. What holds them together are rings: K and V have `stages` copies in shared memory, each with a barrier that says "full" and
-one that says "empty"; Q is a ring of one. A tile's number modulo `stages` is its copy, its number divided by `stages` the turn, whose
-last bit is the phase to wait for.
+one that says "empty"; Q has `query_stages`. A tile's number modulo the copies is its copy, its number divided by them the turn, whose last
+bit is the phase to wait for.
 """
 import tvm
 import tvm_ffi
@@ -12,6 +12,8 @@ from tvm import s_tir, tirx
 from tvm.script import tirx as T
 
 from schedules.intrinsics import events
+from schedules.intrinsics.mma import LANES
+from schedules.intrinsics.wgmma import ELEMENT_BYTES, GROUP_WARPS
 from schedules.lowering import bulk_loads, order_of_work, rewrite
 from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
 
@@ -21,8 +23,7 @@ PREFIX = "flashtir."
 #: Mark of the loop over the work tiles of a block, where the grid is persistent.
 WAVES = "pragma_flashtir_waves"
 
-WARP, GROUP_WARPS = 32, 4
-GROUP = WARP * GROUP_WARPS
+GROUP = LANES * GROUP_WARPS
 REGISTERS_PER_SM = 65536
 BARRIER_BYTES = 8
 #: What setmaxnreg takes at most, and the multiple that it wants.
@@ -39,15 +40,19 @@ def bookkeeping_bytes(stages, query_stages):
     return barrier_bytes(stages, query_stages) + query_stages * rewrite.FACT_BYTES
 
 
+def _share(groups):
+    """Registers per thread of a whole SM, dealt evenly to some consumer warpgroups and a loader."""
+    return REGISTERS_PER_SM // (GROUP * (groups + 1)) // REGISTER_STEP * REGISTER_STEP
+
+
 def entry_registers(groups):
     """Registers per thread that a block of some consumer warpgroups and a loader can start with: an equal share for each, up to 240."""
-    return min(REGISTERS_PER_SM // (GROUP * (groups + 1)) // REGISTER_STEP * REGISTER_STEP, MOST_REGISTERS)
+    return min(_share(groups), MOST_REGISTERS)
 
 
 def consumer_registers(groups, loader_registers):
     """Registers per thread of each of some consumer warpgroups, beside a loader warpgroup with so many, out of those of a whole SM."""
-    entry = REGISTERS_PER_SM // (GROUP * (groups + 1)) // REGISTER_STEP * REGISTER_STEP
-    return min((entry * (groups + 1) - loader_registers) // groups // REGISTER_STEP * REGISTER_STEP, MOST_REGISTERS)
+    return min((_share(groups) * (groups + 1) - loader_registers) // groups // REGISTER_STEP * REGISTER_STEP, MOST_REGISTERS)
 
 
 @function_pass("flashtir.ReadRoles")
@@ -107,7 +112,7 @@ def _launch(func, grid):
     program = [stmt for stmt in program if not isinstance(stmt, tirx.AllocBuffer)]
     roles = _Roles(func, grid, program, threads)
     body = roles.block()
-    for tag, extent in (("threadIdx.y", roles.warps + GROUP_WARPS), ("threadIdx.x", WARP)):
+    for tag, extent in (("threadIdx.y", roles.warps + GROUP_WARPS), ("threadIdx.x", LANES)):
         old = threads[tag].node
         axis = tirx.IterVar(tvm.ir.Range(0, extent), old.var, old.iter_type, old.thread_tag)
         body = tirx.AttrStmt(axis, "thread_extent", _number(extent), body)
@@ -139,8 +144,7 @@ def _events_in(stmts, name):
 def _release_queries(work):
     """A work tile's statements with an event behind the key loop: the scores are all computed, so the next tile's queries may come."""
     last = max(n for n, stmt in enumerate(work) if _events_in([stmt], "wait_scores"))
-    event = tirx.Evaluate(tirx.call_extern("int32", events.PREFIX + "release", _number(events.Q), _number(0)))
-    return [*work[:last + 1], event, *work[last + 1:]]
+    return [*work[:last + 1], tirx.Evaluate(events.release(events.Q, 0)), *work[last + 1:]]
 
 
 def _keys_first(work):
@@ -167,7 +171,7 @@ class _Roles:
         self.loads = {int(call.args[1]): call for call in _events_in(program, "bulk_load")}
         self.maps = {ring: tirx.Var(f"{events.RINGS[ring]}_map", bulk_loads.tensor_map_type()) for ring in self.loads}
         self.tile_bytes = {ring: bulk_loads.box_bytes(call) for ring, call in self.loads.items()}
-        elements = self.offset(None) + bookkeeping_bytes(self.stages, self.query_stages) // bulk_loads.ELEMENT_BYTES
+        elements = self.offset(None) + bookkeeping_bytes(self.stages, self.query_stages) // ELEMENT_BYTES
         self.shared = tirx.decl_buffer((elements,), bulk_loads.tile_of(self.loads[events.Q]).dtype, "shared", scope="shared.dyn")
 
     def block(self):
@@ -178,7 +182,7 @@ class _Roles:
                              tirx.IfThenElse(lead, self.program_of(True), None)])
         compute = _sequence([_evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](consumer)), *self.first_turn(),
                              self.program_of(False), *self.last_turn()])
-        shuffled = T.cuda._shfl_sync(_number(FULL_WARP, "uint32"), self.thread_warp, 0, WARP)
+        shuffled = T.cuda._shfl_sync(_number(FULL_WARP, "uint32"), self.thread_warp, 0, LANES)
         return _sequence([
             self.initialise(), _evaluate(T.cuda.cta_sync()),
             tirx.Bind(self.warp, shuffled),  # the same in all lanes, which the compiler cannot know of threadIdx.y
@@ -198,7 +202,7 @@ class _Roles:
     def offset(self, ring):
         """First element of a ring in shared memory; for None the first behind all of them. Boxes are whole swizzle periods of 1 KiB."""
         before = [other for other in self.loads if ring is None or other < ring]
-        return sum(self.tile_bytes[other] * self.copies(other) for other in before) // bulk_loads.ELEMENT_BYTES
+        return sum(self.tile_bytes[other] * self.copies(other) for other in before) // ELEMENT_BYTES
 
     def copies(self, ring):
         return self.query_stages if ring == events.Q else self.stages
@@ -237,7 +241,7 @@ class _Roles:
 
     def facts(self, wave):
         """Shared address of what the loader tells the consumers about the work tile of a wave."""
-        first = self.offset(None) + barrier_bytes(self.stages, self.query_stages) // bulk_loads.ELEMENT_BYTES
+        first = self.offset(None) + barrier_bytes(self.stages, self.query_stages) // ELEMENT_BYTES
         base = T.cuda.cvta_generic_to_shared(tirx.address_of(tirx.BufferLoad(self.shared, [_number(first)])))
         return base + tirx.Cast("uint32", tirx.truncmod(wave, _number(self.query_stages)) * rewrite.FACT_BYTES)
 

@@ -13,8 +13,7 @@ from schedules.lowering.warp_roles import read_roles, split_roles
 from schedules.lowering.wide_stores import wide_stores
 
 #: Pass configuration that goes with the pipeline.
-CONFIG = {"tirx.UnrollLoop": {"explicit_unroll": False, "auto_max_step": 0},
-          "s_tir.HoistExpression": {"hoisted_conditionals": 9, "hoisted_let_bindings": 0}}
+CONFIG = pass_lists.UNROLLED_BY_NVCC
 
 pass_lists.register("flashtir_wgmma", [
     expand_overlap(),

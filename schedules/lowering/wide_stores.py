@@ -10,7 +10,8 @@ from tvm import tirx
 from tvm.script import tirx as T
 from tvm.sym import Analyzer
 
-from schedules.lowering.rewrite import function_pass, substitute
+from schedules.intrinsics.wgmma import PTX_DTYPE
+from schedules.lowering.rewrite import function_pass, replace_marked, substitute
 
 #: Mark of the loop over the four blocks of a lane's columns, with the loop over the pair inside.
 WIDE_STORE = "pragma_flashtir_wide_store"
@@ -33,7 +34,6 @@ __device__ __forceinline__ void flashtir_store_%(kind)s(void *to, int lane, bool
   if (wanted) *(uint4 *)to = upper ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
 }
 """
-_KIND = {"float16": "f16", "bfloat16": "bf16"}
 
 
 @function_pass("flashtir.WideStores")
@@ -46,11 +46,7 @@ def wide_stores(func):
             lanes[str(mark.node.thread_tag)] = mark.node.var
 
     tvm_ffi.structural_walk(func.body, (tirx.AttrStmt, remember))
-
-    def widen(mark):
-        return _exchange(mark.body, lanes["threadIdx.x"]) if mark.attr_key == WIDE_STORE else mark
-
-    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, widen)))
+    return replace_marked(func, WIDE_STORE, lambda mark: _exchange(mark.body, lanes["threadIdx.x"]))
 
 
 def _exchange(nest, lane):
@@ -69,6 +65,6 @@ def _exchange(nest, lane):
     wanted = guards[0].condition if guards else tirx.const(True, "bool")
     # Lane q of the quad stores block q: eight columns a block, where it held two of each.
     index = at(store.indices[0], 0, 0) + lane % QUAD * (BLOCK - PAIR)
-    kind = _KIND[str(store.buffer.dtype)]
+    kind = PTX_DTYPE[str(store.buffer.dtype)]
     return tirx.Evaluate(T.cuda.func_call(f"flashtir_store_{kind}", tirx.address_of(tirx.BufferLoad(store.buffer, [index])), lane % QUAD,
                                           wanted, *values, source_code=_SOURCE % {"kind": kind}))

@@ -181,8 +181,9 @@ class Session:
         if count <= 0:
             return []
         wanted = [(task, task.space.seed) for task in self.tasks]
-        if self.champion is not None and self.space_of(self.champion) is not None:
-            wanted.insert(0, (next(task for task in self.tasks if task.space is self.space_of(self.champion)), self.champion[1]))
+        if self.champion is not None:
+            owner = self.space_of(self.champion)
+            wanted[:0] = [(task, self.champion[1]) for task in self.tasks if task.space is owner]
         seeds = [(task, plan) for task, plan in dict.fromkeys(wanted) if task.key(plan) not in {*self.known, *taken}]
         if seeds:
             return seeds[:count]

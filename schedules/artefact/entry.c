@@ -212,6 +212,15 @@ static int check_memory(const DLTensor plain[TENSORS], const int64_t elements[TE
   return 0;
 }
 
+/* Copy a text that TVM's runtime returned, and let go of it: short texts come in the value or as an object, as their maker liked. */
+static void take_text(TVMFFIAny *value, char *text, size_t room) {
+  TVMFFIByteArray bytes = {value->v_bytes, value->small_str_len};
+  bool object = value->type_index == kTVMFFIStr;
+  if (object) bytes = *(const TVMFFIByteArray *)((const char *)value->v_obj + sizeof(TVMFFIObject));
+  if (object || value->type_index == kTVMFFISmallStr) snprintf(text, room, "%.*s", (int)bytes.size, bytes.data);
+  if (object) TVMFFIObjectDecRef(value->v_obj);
+}
+
 /* Compute capability of a CUDA device as 100 * major + minor, asked of TVM's runtime once for each device; -1 where an error is set. */
 static int capability_of(DLDevice device) {
   enum { COMPUTE_VERSION = 4, DEVICES = 64 };
@@ -230,10 +239,9 @@ static int capability_of(DLDevice device) {
   TVMFFIObjectDecRef(get);
   if (failed) return -1;
 
-  /* Text of up to seven characters, such as 9.0, comes without an object. */
   char text[32] = "";
   int major = 0, minor = 0;
-  if (answer.type_index == kTVMFFISmallStr) memcpy(text, answer.v_bytes, answer.small_str_len);
+  take_text(&answer, text, sizeof text);
   if (sscanf(text, "%d.%d", &major, &minor) != 2)
     return fail("RuntimeError", "the compute capability of %s was wanted, found none: update TVM", device_name(device, text));
   if (kept) known[device.device_id] = 100 * major + minor;

@@ -1,10 +1,12 @@
 """What the process at the device does: prove a kernel right, time it, let the last few duel. No PyTorch: NumPy and TVM's runtime.
 
-The tuner's first timings used to read several per cent high, since a chip that was idle runs faster for a moment. Every timing here is
-therefore sustained: the kernel runs untimed for a while, and then long enough that the clocks settle.
+A kernel's speed depends on what the chip did before: one that was idle runs several per cent faster for a moment, one that never rests gets
+so hot and slow that the plan wins which takes the least power. Every timing here is therefore made like those of `scripts.bench`: a rest,
+two untimed calls, and then as many calls as its measurements have.
 """
 import random
 import signal
+import time
 from dataclasses import dataclass
 
 import tvm
@@ -15,9 +17,9 @@ from schedules.tuning import gate
 from te_defs import reference
 
 _DEVICES = {"cuda": tvm.cuda, "cpu": tvm.cpu}
-#: Seconds of untimed running before a measurement, and of each of its timed repeats.
-WARM_SECONDS = 0.03
-REPEAT_SECONDS = 0.04
+#: Seconds of rest before each timed repeat of a measurement, and of the repeat. CPUs have no use for rests.
+REST_SECONDS = {"cuda": 0.02, "cpu": 0.0}
+REPEAT_SECONDS = {"cuda": 0.012, "cpu": 0.04}
 REPEATS = 3
 #: A candidate that a first look finds this many times slower than the best is not timed any longer.
 HOPELESS = 1.5
@@ -61,8 +63,7 @@ def measure(path, setting, best_seconds):
             look = min(kernel.seconds(1, 2))
             if look > HOPELESS * best_seconds:
                 return {"seconds": [look], "error": error}
-        kernel.seconds(_calls(WARM_SECONDS, look), 1)
-        return {"seconds": kernel.seconds(_calls(REPEAT_SECONDS, look), REPEATS), "error": error}
+        return {"seconds": [kernel.turn(look) for _ in range(REPEATS)], "error": error}
     except gate.Refused as refused:
         return {"refused": str(refused)}
 
@@ -77,18 +78,13 @@ def duel(paths, setting, rounds, seed):
         except gate.Refused as refused:
             results[index] = {"refused": str(refused)}
             kernels.pop(index)
-    calls = {index: _calls(REPEAT_SECONDS, kernel.seconds(1, 1)[0]) for index, kernel in kernels.items()}
+    looks = {index: kernel.seconds(1, 1)[0] for index, kernel in kernels.items()}
     order, rng = list(kernels), random.Random(seed)
     for _ in range(rounds):
         rng.shuffle(order)
         for index in order:
-            kernels[index].seconds(2, 1)
-            results[index]["seconds"] += kernels[index].seconds(calls[index], 1)
+            results[index]["seconds"].append(kernels[index].turn(looks[index]))
     return results
-
-
-def _calls(seconds, one):
-    return max(int(seconds / max(one, 1e-7)), 1)
 
 
 class _Kernel:
@@ -107,6 +103,12 @@ class _Kernel:
         cases = self.cases + (_many_tiles(self.setting, self.device) if winner and self.setting.kind == "cuda" else ())
         twin = self.module[NEGATIVE_SCALE_KERNEL] if self.module.implements_function(NEGATIVE_SCALE_KERNEL) else None
         return gate.check(self.module[KERNEL], self.setting.workload, cases, self.device, twin)
+
+    def turn(self, look):
+        """Seconds of a call as the module's docstring says, of a kernel that took `look` seconds once."""
+        time.sleep(REST_SECONDS[self.setting.kind])
+        self.seconds(2, 1)
+        return self.seconds(max(int(REPEAT_SECONDS[self.setting.kind] / max(look, 1e-7)), 1), 1)[0]
 
     def seconds(self, calls, repeats):
         """Seconds of a call, a mean over `calls` calls in a row, `repeats` times."""

@@ -40,7 +40,7 @@ class CudaArch:
     mma                   whether it has mma.sync m16n8k16 for 16-bit inputs, ldmatrix and cp.async
     mma_tile              (q_tile, kv_tile, warps) of the seed plan by head dimension, for mma
     wgmma_seed            {(head dimension, mask): fields of the seed plan}, for wgmma with TMA and setmaxnreg; empty where it has none
-    wgmma_short           likewise {...: (fields that differ, most queries)}, for sequences so short that other tiles waste less
+    wgmma_lengths         likewise {...: ((fewest queries, fields that differ), ...)}, longest first: plans by length of the sequence
     peak                  what the fastest chip of this capability can do; None where it is not written down
     """
 
@@ -50,7 +50,7 @@ class CudaArch:
     mma: bool
     mma_tile: tuple = ()
     wgmma_seed: dict = field(default_factory=dict, hash=False)
-    wgmma_short: dict = field(default_factory=dict, hash=False)
+    wgmma_lengths: dict = field(default_factory=dict, hash=False)
     kind: str = "cuda"
     threads_per_block: int = 1024
     registers_per_sm: int = 65536
@@ -109,18 +109,29 @@ _HOPPER_TILES = {64: (128, 96, 4), 128: (128, 64, 4)}
 #: Fields of wgmma's seed plans by head dimension and mask: tiles after FlashAttention-3's table, the rest by measurement on an H200.
 _WGMMA_SEEDS = {
     (64, "full"): dict(q_tile=192, kv_tile=128, query_stages=2, ping_pong=0, loader_registers=32),
-    (64, "causal"): dict(q_tile=192, kv_tile=128, query_stages=2, late_wait=0, loader_registers=32),
-    (96, "full"): dict(q_tile=192, kv_tile=96, query_stages=2, loader_registers=32),
-    (96, "causal"): dict(q_tile=192, kv_tile=96, query_stages=2, late_wait=0, loader_registers=32),
+    (64, "causal"): dict(q_tile=192, kv_tile=128, shared_decode=1, stages=3, query_stages=2, late_wait=0, loader_registers=32),
+    (96, "full"): dict(q_tile=192, kv_tile=96, shared_decode=1, stages=3, query_stages=2, loader_registers=32),
+    (96, "causal"): dict(q_tile=192, kv_tile=96, shared_decode=1, stages=3, query_stages=2, late_wait=0, loader_registers=32),
     (128, "full"): dict(q_tile=128, kv_tile=128, query_stages=2),
-    (128, "causal"): dict(q_tile=128, kv_tile=128, query_stages=2, ping_pong=0),
-    (192, "full"): dict(q_tile=128, kv_tile=128, ping_pong=0),
+    (128, "causal"): dict(q_tile=128, kv_tile=128, shared_decode=1, query_stages=2),
+    (192, "full"): dict(q_tile=128, kv_tile=128, shared_decode=1),
     (192, "causal"): dict(q_tile=128, kv_tile=128, ping_pong=0),
-    (256, "full"): dict(q_tile=128, kv_tile=80, late_wait=0),
+    (256, "full"): dict(q_tile=128, kv_tile=80, shared_decode=1, ping_pong=0, late_wait=0),
     (256, "causal"): dict(q_tile=128, kv_tile=64),
 }
-#: At n 1024 rows of 192 take an eighth more rows than there are; on an H200 tiles of 128 are 9 % faster there, and 13 % slower at 4096.
-_WGMMA_SHORT = {(64, "causal"): (dict(q_tile=128, late_wait=1, loader_registers=24), 1536)}
+#: Rows of 192 are an eighth more than there are at n 512 and 1024, where tiles of 128 are up to 20 % faster; from 1536 on they are slower.
+#: Very long sequences have so few prologues that it pays to hand tiles out by the hardware, to whichever multiprocessor is free.
+_BY_HARDWARE = dict(blocks=0, shared_decode=0, query_stages=1)
+_WGMMA_LENGTHS = {
+    (64, "full"): ((1025, {}), (0, dict(shared_decode=1, stages=4, ping_pong=1))),
+    (64, "causal"): ((1025, {}), (0, dict(q_tile=128, ping_pong=0, late_wait=1, loader_registers=24))),
+    (96, "full"): ((1025, {}), (0, dict(q_tile=128, kv_tile=128, loader_registers=24))),
+    (96, "causal"): ((1025, {}), (0, dict(q_tile=128, kv_tile=128, late_wait=1, loader_registers=24))),
+    (128, "full"): ((12289, {**_BY_HARDWARE, "kv_tile": 160}), (0, {})),
+    (128, "causal"): ((12289, {**_BY_HARDWARE, "ping_pong": 0}), (0, {})),
+    (192, "full"): ((6145, _BY_HARDWARE), (0, {})),
+    (192, "causal"): ((12289, _BY_HARDWARE), (0, {})),
+}
 
 #: NVIDIA's data sheets of the H100 and H200 (SXM); exponentials from the CUDA programming guide, table of arithmetic throughput.
 _HOPPER_PEAK = Peak(tensor_tflops=989, boost_ghz=1.83, sms=132, exp2_per_clock=16)
@@ -133,7 +144,7 @@ CUDA_ARCHS = {arch.name: arch for arch in (
     CudaArch("sm_87", 163 * _KIB, 164 * _KIB, mma=True, mma_tile=_AMPERE_TILES),
     CudaArch("sm_89", 99 * _KIB, 100 * _KIB, mma=True, mma_tile=_ADA_TILES),
     CudaArch("sm_90", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES),
-    CudaArch("sm_90a", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES, wgmma_seed=_WGMMA_SEEDS, wgmma_short=_WGMMA_SHORT,
+    CudaArch("sm_90a", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES, wgmma_seed=_WGMMA_SEEDS, wgmma_lengths=_WGMMA_LENGTHS,
              peak=_HOPPER_PEAK),
     CudaArch("sm_100a", 227 * _KIB, 228 * _KIB, mma=True, mma_tile=_HOPPER_TILES),
     CudaArch("sm_120", 99 * _KIB, 100 * _KIB, mma=True, mma_tile=_ADA_TILES),

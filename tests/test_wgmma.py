@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -275,17 +276,26 @@ def test_seed_is_the_first_choice_and_all_choices_fit(workload):
 
 @pytest.mark.parametrize("workload", COMPILED, ids=lambda w: w.name)
 def test_further_plans(workload):
-    """The seed for long sequences and grids that fill the chip, perhaps one for shorter ones, one of a single warpgroup for all calls."""
+    """Plans for calls that fill the chip, by length, the seed among them; one of a single warpgroup for all other calls."""
     seed = seed_of(workload)
-    (first, long), *short, (small, rest) = wgmma.further_plans(workload, ARCH, seed)
-    wave = dict(tiles=ARCH.peak.sms + 1, rows=64)
-    assert first == seed and (small.q_tile, small.blocks) == (64, 0) and rest == Calls()
-    assert [calls for _, calls in short] == [Calls(**wave)] * len(short)
-    assert long == Calls(queries=ARCH.wgmma_short[workload.head_dim, workload.mask][1] + 1 if short else long.queries, **wave)
-    assert len(short) == ((workload.head_dim, workload.mask) in ARCH.wgmma_short)
-    for plan in (small, *(plan for plan, _ in short)):
+    *by_length, (small, rest) = wgmma.further_plans(workload, ARCH, seed)
+    lengths = ARCH.wgmma_lengths.get((workload.head_dim, workload.mask), ((0, {}),))
+    assert by_length == [(seed.but(**changes), Calls(queries=queries, tiles=ARCH.peak.sms + 1, rows=64)) for queries, changes in lengths]
+    assert seed in dict(by_length) and lengths[-1][0] == 0 and sorted(dict(lengths), reverse=True) == [queries for queries, _ in lengths]
+    assert (small.q_tile, small.blocks) == (64, 0) and rest == Calls()
+    for plan, _ in wgmma.further_plans(workload, ARCH, seed):
         wgmma.budget(workload, ARCH, plan)
     assert wgmma.further_plans(workload, ARCH, small)[-1][1] == Calls()
+
+
+def test_further_plans_of_one_that_has_the_changes():
+    """A plan that is what the row makes of it at other lengths serves these as well; one that leaves no room for the changes, all."""
+    workload = Workload(64, 64, "float16", "causal")
+    (_, _), (short, calls), *_ = wgmma.further_plans(workload, ARCH, seed_of(workload))
+    assert wgmma.further_plans(workload, ARCH, short)[0] == (short, replace(calls, queries=0))
+    wide = Workload(128, 128, "float16", "full")
+    full = seed_of(wide).but(kv_tile=160, blocks=0, query_stages=1)
+    assert [plan for plan, _ in wgmma.further_plans(wide, ARCH, full)][:1] == [full]
 
 
 @pytest.mark.parametrize("q_tile, groups, warps", [(64, 1, 4), (128, 2, 8), (192, 3, 12)])

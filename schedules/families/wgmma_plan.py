@@ -76,16 +76,18 @@ def default_plan(workload, arch):
 def further_plans(workload, arch, plan):
     """[(plan, Calls), ...] of one artefact; a call takes the first that is for it, and the last is for any call.
 
-    They are `plan`, for calls that fill the chip; where the architecture row has other tiles for short sequences, these; and one of a
+    They are `plan` and what the architecture row changes of it for sequences of other lengths, for calls that fill the chip; and one of a
     single warpgroup, for calls with so few tiles that larger ones would leave multiprocessors without work.
     """
     one = dict(q_tile=intrinsics.GROUP_ROWS, blocks=0, shared_decode=0, query_stages=1, ping_pong=0, loader_registers=LOADER_REGISTERS[1])
     small = fitting([plan.but(**one)], budget, workload, arch) if plan.groups > 1 else ()
     wave = Calls(tiles=arch.peak.sms + 1, rows=intrinsics.GROUP_ROWS) if small else Calls()
-    changes, most = arch.wgmma_short.get((workload.head_dim, workload.mask), ({}, 0))
-    short = [entry for entry in fitting([plan.but(**changes)], budget, workload, arch) if entry != plan]
-    first = [(plan, replace(wave, queries=most + 1)), *((entry, wave) for entry in short)] if short else [(plan, wave)]
-    return [*first, *((entry, Calls()) for entry in small)]
+    lengths = arch.wgmma_lengths.get((workload.head_dim, workload.mask), ((0, {}),))
+    fewest = {}  # where two are the same plan, it takes the lengths of both
+    for queries, changes in lengths:
+        fewest |= {entry: queries for entry in fitting([plan.but(**changes)], budget, workload, arch)}
+    *longer, shortest = fewest
+    return [*((entry, replace(wave, queries=fewest[entry])) for entry in longer), (shortest, wave), *((entry, Calls()) for entry in small)]
 
 
 def tile_choices(workload, arch):

@@ -189,13 +189,15 @@ class _Roles:
             tirx.IfThenElse(tirx.GE(self.warp, _number(self.warps)), load, compute)])
 
     def initialise(self):
-        """One thread sets up the barriers: a full one waits for the loader's thread, an empty one for each consumer warpgroup."""
+        """One thread sets up the barriers: a full one waits for the loader's thread, an empty one for each consumer warpgroup, whose warps
+        finish a product together. What the loader tells beside the queries, each warp reads by itself."""
         inits = []
         for ring in self.loads:
+            readers = self.groups + (self.warps if ring == events.Q and self.shared_decode else 0)
             for copy in range(self.copies(ring)):
                 for empty in (0, 1):
                     address = self.barrier(ring, _number(copy), empty)
-                    inits.append(_evaluate(T.ptx.mbarrier.init.shared.b64(address, _number(self.groups if empty else 1, "uint32"))))
+                    inits.append(_evaluate(T.ptx.mbarrier.init.shared.b64(address, _number(readers if empty else 1, "uint32"))))
         first = tirx.And(tirx.EQ(self.thread_warp, _number(0)), tirx.EQ(self.lane, _number(0)))
         return tirx.IfThenElse(first, tirx.SeqStmt([*inits, _evaluate(T.ptx.fence.proxy.async_.shared__cta())]), None)
 
@@ -229,7 +231,7 @@ class _Roles:
         if isinstance(guard, tirx.IfThenElse):
             body = tirx.IfThenElse(guard.condition, body, _sequence(self.no_work(wave)) if loads and self.shared_decode else None)
         if self.shared_decode and not loads:
-            body = _sequence([*map(_evaluate, self.take_work(wave)), body])
+            body = _sequence([*self.take_work(wave), body])
         rows, heads, batch, box_rows = self.loads[events.Q].args[4:8]
         query_tiles = tirx.truncdiv(rows + (box_rows - 1), box_rows)
         dealt = order_of_work.deal(self.order_of_work, wave, self.grid.node.var, blocks, batch * heads, query_tiles)
@@ -246,10 +248,11 @@ class _Roles:
         return base + tirx.Cast("uint32", tirx.truncmod(wave, _number(self.query_stages)) * rewrite.FACT_BYTES)
 
     def take_work(self, wave):
-        """Calls by which a consumer learns what its work tile is: the divisions that tell are the loader's, which has the time."""
+        """Statements by which a consumer learns what its work tile is: the divisions that tell are the loader's, which has the time."""
         copy, phase = self.turn(events.Q, _number(0), wave, _number(0))
-        return [T.cuda.mbarrier_wait(self.barrier(events.Q, copy, 0), phase),
-                tirx.call_extern("int32", rewrite.TAKE_FACTS, self.facts(wave))]
+        calls = (T.cuda.mbarrier_wait(self.barrier(events.Q, copy, 0), phase),
+                 tirx.call_extern("int32", rewrite.TAKE_FACTS, self.facts(wave)), T.cuda.warp_sync())
+        return [*map(_evaluate, calls), self.arrive(events.Q, copy, tirx.EQ(self.lane, _number(0)))]
 
     def publish(self, wave):
         """Call by which the loader tells what the work tile is, once everybody has read what was told before."""
@@ -323,9 +326,12 @@ class _Roles:
 
     def release(self, done, tiles, ring, key_tile):
         copy, _phase = self.turn(int(ring), done, tiles, key_tile)
-        lead = tirx.And(tirx.EQ(self.warp % GROUP_WARPS, _number(0)), tirx.EQ(self.lane, _number(0)))
+        return [self.arrive(ring, copy, tirx.And(tirx.EQ(self.warp % GROUP_WARPS, _number(0)), tirx.EQ(self.lane, _number(0))))]
+
+    def arrive(self, ring, copy, condition):
+        """Statement by which the thread that a condition chooses says that a copy may be overwritten, as far as it is concerned."""
         arrive = T.ptx.mbarrier.arrive.shared.b64(self.barrier(int(ring), copy, 1), _number(1, "uint32"))
-        return [tirx.IfThenElse(lead, _evaluate(arrive), None)]
+        return tirx.IfThenElse(condition, _evaluate(arrive), None)
 
     def slot_bytes(self, done, tiles, ring, key_tile):
         return self.turn(int(ring), done, tiles, key_tile)[0] * self.tile_bytes[int(ring)]

@@ -40,7 +40,8 @@ class CudaArch:
     mma                   whether it has mma.sync m16n8k16 for 16-bit inputs, ldmatrix and cp.async
     mma_tile              (q_tile, kv_tile, warps) of the seed plan by head dimension, for mma
     wgmma_seed            {(head dimension, mask): fields of the seed plan}, for wgmma with TMA and setmaxnreg; empty where it has none
-    wgmma_lengths         likewise {...: ((fewest queries, fields that differ), ...)}, longest first: plans by length of the sequence
+    wgmma_lengths         likewise {...: ((fewest queries, fields that differ), ...)}, longest first: plans by length of the sequence, where
+                          the seed is not the best for all
     peak                  what the fastest chip of this capability can do; None where it is not written down
     """
 
@@ -127,10 +128,10 @@ _WGMMA_LENGTHS = {
     (64, "causal"): ((1025, {}), (0, dict(q_tile=128, ping_pong=0, late_wait=1, loader_registers=24))),
     (96, "full"): ((1025, {}), (0, dict(q_tile=128, kv_tile=128, loader_registers=24))),
     (96, "causal"): ((1025, {}), (0, dict(q_tile=128, kv_tile=128, late_wait=1, loader_registers=24))),
-    (128, "full"): ((12289, {**_BY_HARDWARE, "kv_tile": 160}), (0, {})),
-    (128, "causal"): ((12289, {**_BY_HARDWARE, "ping_pong": 0}), (0, {})),
-    (192, "full"): ((6145, _BY_HARDWARE), (0, {})),
-    (192, "causal"): ((12289, _BY_HARDWARE), (0, {})),
+    (128, "full"): ((12289, {**_BY_HARDWARE, "kv_tile": 160}), (1025, {}), (0, {})),
+    (128, "causal"): ((12289, {**_BY_HARDWARE, "ping_pong": 0}), (1025, {}), (0, {})),
+    (192, "full"): ((6145, _BY_HARDWARE), (1025, {}), (0, {})),
+    (192, "causal"): ((12289, _BY_HARDWARE), (1025, {}), (0, {})),
 }
 
 #: NVIDIA's data sheets of the H100 and H200 (SXM); exponentials from the CUDA programming guide, table of arithmetic throughput.

@@ -58,13 +58,13 @@ def load_checked(name, workload, device, path):
 
 
 def our_plans(args, device, workload):
-    """{"default": (family, plan), "tuned": (family, plan)}, the tuned one where there is a record; with a line about each."""
-    plans = {"default": options.default_plan(args, device, workload)}
+    """{"default": (family, plan, None), "tuned": (family, plan, figures)}, the tuned one where there is a record; prints a line of each."""
+    plans = {"default": (*options.default_plan(args, device, workload), None)}
     try:
-        plans["tuned"] = options.tuned_plan(args, device, workload)[:2]
+        plans["tuned"] = options.tuned_plan(args, device, workload)
     except LogError as error:
         print(f"no tuned plan: {error}")
-    for name, (family, plan) in plans.items():
+    for name, (family, plan, _) in plans.items():
         print(f"{workload.name} {name}: family {family.NAME}, {plan}", flush=True)
     return plans
 
@@ -72,8 +72,8 @@ def our_plans(args, device, workload):
 def our_kernels(args, device, workloads, folder):
     """{workload: {"default": function, "tuned": function}}, built side by side by processes of their own and checked."""
     plans = {(workload, name): plan for workload in workloads for name, plan in our_plans(args, device, workload).items()}
-    jobs = [(family.NAME, workload, plan, device.arch, folder / f"{workload.name}-{name}.so")
-            for (workload, name), (family, plan) in plans.items()]
+    jobs = [(family.NAME, workload, plan, device.arch, folder / f"{workload.name}-{name}.so", figures)
+            for (workload, name), (family, plan, figures) in plans.items()]
     workers = min(len(jobs), len(os.sched_getaffinity(0)))
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         paths = dict(zip(plans, pool.map(build_artefact, *zip(*jobs))))

@@ -65,7 +65,8 @@ def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1,
 
 def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1):
     """Kernels of a plan for an artefact, from this place on: its own, and those that the family has for calls that it does not suit."""
-    plans = getattr(family, "further_plans", lambda *_: [(plan, Calls())])(workload, arch, plan)
+    tuned_at = (measured["shape"]["q_len"],) if measured else ()
+    plans = getattr(family, "further_plans", lambda *_: [(plan, Calls())])(workload, arch, plan, *tuned_at)
     return [build_kernel(family, workload, entry, arch, archs, measured if entry == plan else None, number, serves)
             for number, (entry, serves) in enumerate(plans, place)]
 
@@ -76,7 +77,7 @@ def write_artefact(kernels, workload, path, seed=0):
     return export_artefact(variants, workload, path, describe(workload, variants, kernels[0].toolkit), check_cases(workload, seed))
 
 
-def build_artefact(family_name, workload, plan, arch, path):
+def build_artefact(family_name, workload, plan, arch, path, measured=None):
     """Build a plan and write it as an artefact; the path of the .so. Takes and returns what another process can be sent."""
-    family = registry.family_named(family_name)
-    return write_artefact(build_kernels(family, workload, plan, arch), workload, path)[0]
+    kernels = build_kernels(registry.family_named(family_name), workload, plan, arch, measured=measured)
+    return write_artefact(kernels, workload, path)[0]

@@ -206,12 +206,12 @@ class TestExportAndRun:
         output = command("export", "--target", "sm_90a", "--also", "sm_80", "sm_89", "--also", "sm_120", "--plan", "default",
                          "--workload", "d64_f16_full", "--output", path, code=0).stdout
         assert (echoed(output)["archs"], [it["archs"] for it in echoed(output)["also"]]) == (["sm_90a"], [["sm_80", "sm_89"], ["sm_120"]])
-        for kernel in ("kernel on sm_90a", "negative_scale_kernel on sm_90a", "variant2_kernel on sm_90a"):
+        for kernel in ("kernel on sm_90a", "negative_scale_kernel on sm_90a", "variant2_kernel on sm_90a", "variant3_kernel on sm_90a"):
             assert re.search(rf"^attention_forward_{kernel}: \d+ registers, 0 bytes of spills", output, re.MULTILINE)
-        for kernel in ("variant3_kernel on sm_80", "variant3_kernel on sm_89", "variant4_kernel on sm_120"):
+        for kernel in ("variant4_kernel on sm_80", "variant4_kernel on sm_89", "variant5_kernel on sm_120"):
             assert re.search(rf"^attention_forward_{kernel}: \d+ registers", output, re.MULTILINE)
         variants = [(it["family"], it["target"]["lowered_for"]) for it in read_manifest(path)["variants"]]
-        assert variants == [("wgmma", "sm_90a"), ("wgmma", "sm_90a"), ("mma", "sm_80"), ("mma", "sm_120")], "the second for small grids"
+        assert variants == [("wgmma", "sm_90a")] * 3 + [("mma", "sm_80"), ("mma", "sm_120")], "long sequences, short ones, small grids"
 
     def test_further_variants_are_tuned_where_a_log_is(self):
         workload, args = Workload(64, 64, "float16", "full"), Namespace(plan="best", logs=None)

@@ -3,7 +3,6 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from tvm.tirx.compilation_pipeline import get_tir_pipeline
 
 from schedules.arch import cpu_arch, cuda_arch
 from schedules.build import build, schedule
-from schedules.families import wgmma
+from schedules.families import wgmma, wgmma_plan
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import LANES
 from schedules.lowering import cuda_compile, software_pipeline, toolkit as toolkits, warp_roles
@@ -274,28 +273,44 @@ def test_seed_is_the_first_choice_and_all_choices_fit(workload):
         assert plan in space.fitting_plans() and space.size > 1
 
 
-@pytest.mark.parametrize("workload", COMPILED, ids=lambda w: w.name)
-def test_further_plans(workload):
-    """Plans for calls that fill the chip, by length, the seed among them; one of a single warpgroup for all other calls."""
-    seed = seed_of(workload)
-    *by_length, (small, rest) = wgmma.further_plans(workload, ARCH, seed)
-    lengths = ARCH.wgmma_lengths.get((workload.head_dim, workload.mask), ((0, {}),))
-    assert by_length == [(seed.but(**changes), Calls(queries=queries, tiles=ARCH.peak.sms + 1, rows=64)) for queries, changes in lengths]
-    assert seed in dict(by_length) and lengths[-1][0] == 0 and sorted(dict(lengths), reverse=True) == [queries for queries, _ in lengths]
-    assert (small.q_tile, small.blocks) == (64, 0) and rest == Calls()
-    for plan, _ in wgmma.further_plans(workload, ARCH, seed):
-        wgmma.budget(workload, ARCH, plan)
-    assert wgmma.further_plans(workload, ARCH, small)[-1][1] == Calls()
+class TestFurtherPlans:
+    WAVE = dict(tiles=ARCH.peak.sms + 1, rows=64)
 
+    @pytest.mark.parametrize("workload", COMPILED, ids=lambda w: w.name)
+    def test_of_the_seed(self, workload):
+        """Plans for calls that fill the chip, by length, the seed among them; one of a single warpgroup for all other calls."""
+        seed = seed_of(workload)
+        *by_length, (small, rest) = wgmma.further_plans(workload, ARCH, seed)
+        assert seed in dict(by_length) and len(dict(by_length)) == len(by_length)
+        assert [calls for _, calls in by_length] == [Calls(queries=calls.queries, **self.WAVE) for _, calls in by_length]
+        fewest = [calls.queries for _, calls in by_length]
+        assert fewest == sorted(fewest, reverse=True) and fewest[-1] == 0
+        assert (small.q_tile, small.blocks) == (64, 0) and rest == Calls()
+        for plan, _ in wgmma.further_plans(workload, ARCH, seed):
+            wgmma.budget(workload, ARCH, plan)
 
-def test_further_plans_of_one_that_has_the_changes():
-    """A plan that is what the row makes of it at other lengths serves these as well; one that leaves no room for the changes, all."""
-    workload = Workload(64, 64, "float16", "causal")
-    (_, _), (short, calls), *_ = wgmma.further_plans(workload, ARCH, seed_of(workload))
-    assert wgmma.further_plans(workload, ARCH, short)[0] == (short, replace(calls, queries=0))
-    wide = Workload(128, 128, "float16", "full")
-    full = seed_of(wide).but(kv_tile=160, blocks=0, query_stages=1)
-    assert [plan for plan, _ in wgmma.further_plans(wide, ARCH, full)][:1] == [full]
+    @pytest.mark.parametrize("key, lengths", ARCH.wgmma_lengths.items(), ids=str)
+    def test_rows_of_lengths(self, key, lengths):
+        """Longest first, down to none, and the seed itself in the range that plans are tuned at."""
+        fewest = [queries for queries, _ in lengths]
+        assert key in ARCH.wgmma_seed and fewest == sorted(set(fewest), reverse=True) and fewest[-1] == 0
+        assert next(changes for queries, changes in lengths if queries <= wgmma_plan.TUNED_AT) == {}
+
+    @pytest.mark.parametrize("tuned_at, places", [(4096, {1025: "plan", 0: "seed"}), (1024, {1025: "seed", 0: "plan"}),
+                                                  (16384, {1025: "plan", 0: "seed"})], ids=str)
+    def test_a_tuned_plan_is_for_lengths_like_its_own(self, tuned_at, places):
+        workload = Workload(256, 256, "float16", "full")
+        seed = seed_of(workload)
+        plans = {"plan": seed.but(kv_tile=64), "seed": seed}
+        found = wgmma.further_plans(workload, ARCH, plans["plan"], tuned_at)
+        assert found[:-1] == [(plans[name], Calls(queries=queries, **self.WAVE)) for queries, name in places.items()]
+
+    def test_a_plan_stands_once(self):
+        """Where neighbours are the same plan, one entry takes the calls of both."""
+        workload = Workload(64, 64, "float16", "causal")
+        _, (short, _), (small, _) = wgmma.further_plans(workload, ARCH, seed_of(workload))
+        assert wgmma.further_plans(workload, ARCH, short)[:-1] == [(short, Calls(**self.WAVE))]
+        assert wgmma.further_plans(workload, ARCH, small, 1)[1:] == [(small, Calls())]
 
 
 @pytest.mark.parametrize("q_tile, groups, warps", [(64, 1, 4), (128, 2, 8), (192, 3, 12)])

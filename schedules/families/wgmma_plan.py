@@ -1,5 +1,5 @@
 """Plans of the wgmma family: their fields, what they take of the chip, the seeds, the space, and which plans one artefact holds."""
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.lowering import order_of_work, warp_roles
@@ -11,6 +11,8 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 LOADER_REGISTERS = {1: 56, 2: 24, 3: 32}  # by consumer warpgroups, as FlashAttention-3 has them
 #: Registers beside S, P and O: statistics, addresses, barriers (read off compiled kernels).
 OTHER_REGISTERS = 32
+#: Query rows of the sequences that a tuned plan is for, where nobody says; and the most for which the row's plan is the better guess.
+TUNED_AT, SHORT = 4096, 1024
 SLACK = 8  # powers of two by which scores may outgrow their row's reference value where the rescale is lazy
 
 
@@ -73,21 +75,20 @@ def default_plan(workload, arch):
     return WgmmaPlan(**seed, blocks=arch.peak.sms, order_of_work=order)
 
 
-def further_plans(workload, arch, plan):
+def further_plans(workload, arch, plan, tuned_at=TUNED_AT):
     """[(plan, Calls), ...] of one artefact; a call takes the first that is for it, and the last is for any call.
 
-    They are `plan` and what the architecture row changes of it for sequences of other lengths, for calls that fill the chip; and one of a
-    single warpgroup, for calls with so few tiles that larger ones would leave multiprocessors without work.
+    They are `plan`, for lengths like that at which it was tuned; what the architecture row has for other lengths; and a plan of a single
+    warpgroup, for calls with so few tiles that larger ones would leave multiprocessors without work.
     """
+    lengths = arch.wgmma_lengths.get((workload.head_dim, workload.mask), ((SHORT + 1, {}), (0, {})))
+    seed, home = default_plan(workload, arch), next(queries for queries, _ in lengths if queries <= tuned_at)
     one = dict(q_tile=intrinsics.GROUP_ROWS, blocks=0, shared_decode=0, query_stages=1, ping_pong=0, loader_registers=LOADER_REGISTERS[1])
-    small = fitting([plan.but(**one)], budget, workload, arch) if plan.groups > 1 else ()
-    wave = Calls(tiles=arch.peak.sms + 1, rows=intrinsics.GROUP_ROWS) if small else Calls()
-    lengths = arch.wgmma_lengths.get((workload.head_dim, workload.mask), ((0, {}),))
-    fewest = {}  # where two are the same plan, it takes the lengths of both
-    for queries, changes in lengths:
-        fewest |= {entry: queries for entry in fitting([plan.but(**changes)], budget, workload, arch)}
-    *longer, shortest = fewest
-    return [*((entry, replace(wave, queries=fewest[entry])) for entry in longer), (shortest, wave), *((entry, Calls()) for entry in small)]
+    plans = [(plan if queries == home else seed.but(**changes), Calls(queries, arch.peak.sms + 1, intrinsics.GROUP_ROWS))
+             for queries, changes in lengths]
+    plans.append((plan.but(**one) if plan.groups > 1 else plan, Calls()))
+    # Whatever is for one entry is for the next one, too.
+    return [entry for entry, following in zip(plans, [*plans[1:], (None, None)]) if entry[0] != following[0]]
 
 
 def tile_choices(workload, arch):

@@ -1,12 +1,11 @@
 """What the process at the device does: prove a kernel right, time it, let the last few duel. No PyTorch: NumPy and TVM's runtime.
 
 A kernel's speed depends on what the chip did before: one that was idle runs several per cent faster for a moment, one that never rests gets
-so hot and slow that the plan wins which takes the least power. Every timing here is therefore made like those of `scripts.bench`: a rest,
-two untimed calls, and then as many calls as its measurements have.
+so hot and slow that the plan wins which takes the least power. Timings here are therefore made like those of `scripts.bench`: a rest after
+untimed calls, and then as many calls as its measurements have.
 """
 import random
 import signal
-import time
 from dataclasses import dataclass
 
 import tvm
@@ -17,9 +16,9 @@ from schedules.tuning import gate
 from te_defs import reference
 
 _DEVICES = {"cuda": tvm.cuda, "cpu": tvm.cpu}
-#: Seconds of rest before each timed repeat of a measurement, and of the repeat. CPUs have no use for rests.
-REST_SECONDS = {"cuda": 0.02, "cpu": 0.0}
-REPEAT_SECONDS = {"cuda": 0.012, "cpu": 0.04}
+#: Milliseconds of rest before each timed repeat of a measurement, and of the repeat. CPUs have no use for rests.
+REST_MS = {"cuda": 20, "cpu": 0}
+REPEAT_MS = {"cuda": 12, "cpu": 40}
 REPEATS = 3
 #: A candidate that a first look finds this many times slower than the best is not timed any longer.
 HOPELESS = 1.5
@@ -63,7 +62,7 @@ def measure(path, setting, best_seconds):
             look = min(kernel.seconds(1, 2))
             if look > HOPELESS * best_seconds:
                 return {"seconds": [look], "error": error}
-        return {"seconds": [kernel.turn(look) for _ in range(REPEATS)], "error": error}
+        return {"seconds": kernel.rested(look, REPEATS), "error": error}
     except gate.Refused as refused:
         return {"refused": str(refused)}
 
@@ -83,7 +82,7 @@ def duel(paths, setting, rounds, seed):
     for _ in range(rounds):
         rng.shuffle(order)
         for index in order:
-            results[index]["seconds"].append(kernels[index].turn(looks[index]))
+            results[index]["seconds"] += kernels[index].rested(looks[index], 1)
     return results
 
 
@@ -104,11 +103,12 @@ class _Kernel:
         twin = self.module[NEGATIVE_SCALE_KERNEL] if self.module.implements_function(NEGATIVE_SCALE_KERNEL) else None
         return gate.check(self.module[KERNEL], self.setting.workload, cases, self.device, twin)
 
-    def turn(self, look):
-        """Seconds of a call as the module's docstring says, of a kernel that took `look` seconds once."""
-        time.sleep(REST_SECONDS[self.setting.kind])
-        self.seconds(2, 1)
-        return self.seconds(max(int(REPEAT_SECONDS[self.setting.kind] / max(look, 1e-7)), 1), 1)[0]
+    def rested(self, look, repeats):
+        """Seconds of a call as the module's docstring says, `repeats` times, of a kernel that took `look` seconds once."""
+        kind = self.setting.kind
+        calls = max(int(REPEAT_MS[kind] / 1e3 / max(look, 1e-7)), 1)
+        timer = self.module.time_evaluator(KERNEL, self.device, calls, 1 + repeats, cooldown_interval_ms=REST_MS[kind])
+        return [float(x) for x in timer(*self.arguments).results][1:]  # the first repeat is the untimed one
 
     def seconds(self, calls, repeats):
         """Seconds of a call, a mean over `calls` calls in a row, `repeats` times."""

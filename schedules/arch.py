@@ -111,6 +111,7 @@ _HOPPER_TILES = {64: (128, 96, 4), 128: (128, 64, 4)}
 _WGMMA_SEEDS = {
     (64, "full"): dict(q_tile=192, kv_tile=128, query_stages=2, ping_pong=0, loader_registers=32),
     (64, "causal"): dict(q_tile=192, kv_tile=128, shared_decode=1, stages=3, query_stages=2, late_wait=0, loader_registers=32),
+    (64, "window"): dict(q_tile=128, kv_tile=128, shared_decode=1, stages=3, query_stages=2, ping_pong=0),
     (96, "full"): dict(q_tile=192, kv_tile=96, shared_decode=1, stages=3, query_stages=2, loader_registers=32),
     (96, "causal"): dict(q_tile=192, kv_tile=96, shared_decode=1, stages=3, query_stages=2, late_wait=0, loader_registers=32),
     (128, "full"): dict(q_tile=128, kv_tile=128, query_stages=2),
@@ -125,6 +126,7 @@ _WGMMA_SEEDS = {
 _BY_HARDWARE = dict(blocks=0, shared_decode=0, query_stages=1)
 _WGMMA_LENGTHS = {
     (64, "full"): ((1025, {}), (0, dict(shared_decode=1, stages=4, ping_pong=1))),
+    (64, "window"): ((0, {}),),
     (64, "causal"): ((1025, {}), (0, dict(q_tile=128, ping_pong=0, late_wait=1, loader_registers=24))),
     (96, "full"): ((1025, {}), (0, dict(q_tile=128, kv_tile=128, loader_registers=24))),
     (96, "causal"): ((1025, {}), (0, dict(q_tile=128, kv_tile=128, late_wait=1, loader_registers=24))),

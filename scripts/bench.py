@@ -50,8 +50,8 @@ def load_checked(name, workload, device, path):
     for case, forward in itertools.product(check_cases(workload), variants):
         out, lse = np.full(case.out.shape, np.nan, np.float32).astype(case.q.dtype), np.full(case.lse.shape, np.nan, np.float32)
         tensors = [tvm.runtime.tensor(array, device) for array in (case.q, case.k, case.v, out, lse)]
-        forward(*tensors, case.scale)
-        complaint = reference.mismatch(tensors[3].numpy(), tensors[4].numpy(), case.out, case.lse, case.out_tolerance)
+        forward(*tensors, case.scale, *case.mask)
+        complaint = reference.mismatch(tensors[3].numpy(), tensors[4].numpy(), case.out, case.lse, case.out_tolerance, case.lse_tolerance)
         if complaint:
             raise WrongKernel(f"the {name} plan of {workload.name} fails check case {case.name}: {complaint}: mend its schedule first")
     return module["flash_attention_forward"]
@@ -90,7 +90,7 @@ def compare(args, device, kernels, workload, length):
     torch_is_here = importlib.util.find_spec("torch") is not None
     data = (TorchData if torch_is_here else TvmData)(workload, shape, device.kind, args.seed)
     scale = workload.head_dim**-0.5
-    ours = [Contestant(name, lambda forward=forward: forward(*data.tensors, scale)) for name, forward in kernels.items()]
+    ours = [Contestant(name, lambda forward=forward: forward(*data.tensors, scale, *shape.mask)) for name, forward in kernels.items()]
     ours[-1].call()  # so that O holds our result, which the peers' are compared with
     invited = peers.named(args.peers) if args.peers is not None else peers.BY_DEFAULT[device.kind] if torch_is_here else ()
     theirs, left_out = peers.admit(invited, workload, data)

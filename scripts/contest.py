@@ -90,7 +90,7 @@ class TvmData:
     """Random tensors of one shape on the device, for machines without PyTorch: Q, K, V, O, LSE in the order of the exported call."""
 
     def __init__(self, workload, shape, kind, seed):
-        self.kind, self.device = kind, tvm.runtime.device(kind, 0)
+        self.kind, self.shape, self.device = kind, shape, tvm.runtime.device(kind, 0)
         self.gauge = find_gauge() if kind == "cuda" else None
         inputs = reference.make_inputs(workload, shape, seed)
         out, lse = (np.zeros(size, dtype) for size, dtype in zip(shape.tensors(workload)[3:], (reference.numpy_dtype(workload), "float32")))
@@ -112,7 +112,7 @@ class TorchData:
 
     def __init__(self, workload, shape, kind, seed):
         import torch
-        self.torch, self.kind = torch, kind
+        self.torch, self.kind, self.shape = torch, kind, shape
         self.gauge = find_gauge() if kind == "cuda" else None
         dtype, generator = getattr(torch, workload.dtype), torch.Generator(kind).manual_seed(seed)
         *inputs, out, lse = shape.tensors(workload)

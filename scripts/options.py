@@ -1,8 +1,8 @@
 """Options that several commands have, each worded once, and what they resolve to."""
 import argparse
-from dataclasses import asdict
 
 from schedules import registry
+from schedules.tuning.log import data_of
 from schedules.tuning.records import ForeignLog, NoRecord, best_record
 from scripts import cli
 
@@ -62,7 +62,7 @@ def tuned_plan(args, device, workload):
 
 def _plan_on_record(args, slug, workload, arch):
     record = best_record(cli.log_folder(args.logs), slug, workload, arch)
-    figures = {"seconds": record.seconds, "shape": asdict(record.shape), "device": slug}
+    figures = {"seconds": record.seconds, "shape": data_of(record.shape), "device": slug}
     return registry.family_named(record.family), record.plan, figures
 
 

@@ -1,9 +1,11 @@
 """Other people's attention kernels as rows of data: who they are, what they take and how they are called at their best."""
+import dataclasses
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Callable
 
 from scripts.contest import Contestant
+from te_defs.masks import MASKS
 from te_defs.workload import DTYPES
 
 #: Largest error of a peer's O beside ours, relative, in the Frobenius norm. Two right bfloat16 answers differ by a sixth of it.
@@ -17,11 +19,11 @@ class LeftOut(RuntimeError):
 
 def sdpa(backend=None):
     """`prepare` of PyTorch's scaled_dot_product_attention on one torch.nn.attention.SDPBackend, or on the one that PyTorch chooses."""
-    def prepare(q, k, v, causal):
+    def prepare(q, k, v, mask):
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
-        q, k, v = _heads_outside(q, k, v)
+        q, k, v, causal = *_heads_outside(q, k, v), _one_of({"full": False, "causal": True}, mask)
 
         # causal is aligned top-left there, which is the same for the equal lengths of a benchmark.
         @torch.no_grad()
@@ -35,30 +37,44 @@ def sdpa(backend=None):
     return prepare
 
 
-def flash_attention_4(q, k, v, causal):
+def flash_attention_4(q, k, v, mask):
     import torch
     from flash_attn.cute import flash_attn_func
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
+    sizes = dataclasses.astuple(mask)
+    options = _one_of({"full": {"causal": False}, "causal": {"causal": True}, "window": {"causal": False, "window_size": sizes}}, mask)
 
     @torch.no_grad()
     def call():
-        found = flash_attn_func(q, k, v, causal=causal)
+        found = flash_attn_func(q, k, v, **options)
         return found[0] if isinstance(found, tuple) else found  # with or without the LSE, by version
     return call
 
 
-def flex_attention(q, k, v, causal):
+def flex_attention(q, k, v, mask):
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     q, k, v = _heads_outside(q, k, v)
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device=q.device) if causal else None
+    sizes = dataclasses.astuple(mask)
+    # As PyTorch wants it, by query and key; the lengths of a benchmark are equal, so that all alignments are one.
+    keep = _one_of({"full": None, "causal": lambda b, h, i, j: j <= i, "causal_top_left": lambda b, h, i, j: j <= i,
+                    "window": lambda b, h, i, j: (j >= i - sizes[0]) & (j <= i + sizes[1]),
+                    "prefix": lambda b, h, i, j: (j <= i) | (j < sizes[0])}, mask)
+    blocks = keep and create_block_mask(keep, None, None, q.shape[2], k.shape[2], device=q.device)
     torch.compiler.reset()  # after some shapes of one function PyTorch would stop compiling it
     compiled = torch.compile(flex_attention, dynamic=False)
 
     @torch.no_grad()
     def call():
-        return compiled(q, k, v, block_mask=mask).transpose(1, 2)
+        return compiled(q, k, v, block_mask=blocks).transpose(1, 2)
     return call
+
+
+def _one_of(ways, mask):
+    """What a peer has for a mask, of these by name; LeftOut where it has nothing."""
+    if mask.name not in ways:
+        raise LeftOut(f"it has no mask {mask.name}")
+    return ways[mask.name]
 
 
 def _heads_outside(*tensors):
@@ -71,8 +87,9 @@ class Peer:
     """One kernel to compare with.
 
     name          for people
-    prepare       function (q, k, v, causal) of PyTorch tensors [B, N, H, D]; it does once what need not be timed and returns a call without
-                  arguments that returns O [B, N, H, DV]. It raises ImportError where the peer is not installed
+    prepare       function (q, k, v, mask) of PyTorch tensors [B, N, H, D] and one of te_defs.masks; it does once what need not be timed and
+                  returns a call without arguments that returns O [B, N, H, DV]. ImportError where the peer is not installed, LeftOut where
+                  it does not have the mask
     kinds         kinds of device that it is for
     dtypes        element types that it takes; what else it cannot do it tells by an exception when it is called first
     distribution  the package that it is of, where that is not PyTorch
@@ -139,7 +156,7 @@ def _proven_call(peer, workload, data):
     if workload.dtype not in peer.dtypes:
         raise LeftOut(f"it takes {' and '.join(peer.dtypes)}, found {workload.dtype}")
     q, k, v, ours, _ = data.tensors
-    call = peer.prepare(q, k, v, workload.mask == "causal")
+    call = peer.prepare(q, k, v, MASKS[workload.mask](*data.shape.mask))
     error = relative_error(call(), ours)
     if not error <= LARGEST_ERROR:
         raise LeftOut(f"at length {q.shape[1]} its output is off from ours by {error:.2g}, more than {LARGEST_ERROR:g}")

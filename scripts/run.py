@@ -108,7 +108,7 @@ def check(forward, case, arrays, dtype, device):
         q, k, v = (bits.view(dtype) for bits in (q, k, v))
     answer, lse_answer = arrays[f"{case['name']}.out"], arrays[f"{case['name']}.lse"]
     arguments = call_arguments(q, k, v, device)
-    forward(*arguments, case["scale"])
+    forward(*arguments, case["scale"], *case.get("mask", ()))
     out, lse = (tensor.numpy().astype(np.float64) for tensor in arguments[3:])
     error = np.nan_to_num(np.abs(out - answer), nan=np.inf).max(initial=0)
     unseen = np.isneginf(lse_answer)
@@ -138,15 +138,15 @@ def check_all(forward, index, arrays, device, label=""):
     return wrong
 
 
-def measure(module, workload, shape, seed, repeat, device):
-    """Median and spread in milliseconds of calls on random data of one shape (batch, heads, key heads, queries, keys)."""
+def measure(module, workload, shape, mask, seed, repeat, device):
+    """Median and spread in milliseconds of calls on random data of one shape (batch, heads, key heads, queries, keys) and mask."""
     batch, heads, kv_heads, q_len, kv_len = shape
     rng = np.random.default_rng(seed)
     sizes = ((batch, q_len, heads, workload["head_dim"]), (batch, kv_len, kv_heads, workload["head_dim"]),
              (batch, kv_len, kv_heads, workload["value_dim"]))
     q, k, v = (rng.standard_normal(size, np.float32).astype(workload["dtype"]) for size in sizes)
     timer = module.time_evaluator(FORWARD, device, number=1, repeat=repeat, min_repeat_ms=20)
-    times = [1e3 * seconds for seconds in timer(*call_arguments(q, k, v, device), workload["head_dim"] ** -0.5).results]
+    times = [1e3 * seconds for seconds in timer(*call_arguments(q, k, v, device), workload["head_dim"] ** -0.5, *mask).results]
     return statistics.median(times), min(times), max(times)
 
 
@@ -161,6 +161,8 @@ def parse(argv):
     parser.add_argument("--heads", type=int, default=8, help="query heads of the timed calls")
     parser.add_argument("--kv-heads", type=int, default=argparse.SUPPRESS,
                         help="key heads of the timed calls (default: as many as --heads)")
+    parser.add_argument("--mask", type=int, nargs="*", default=[],
+                        help="arguments of the mask in the timed calls, such as left and right of a window; none: those of the manifest")
     parser.add_argument("--repeat", type=int, default=10, help="measurements, of 20 ms or one call each; the median counts")
     parser.add_argument("--seed", type=int, default=0, help="seed of the timed calls' data")
     args = parser.parse_args(argv)
@@ -168,8 +170,8 @@ def parse(argv):
     args.kv_heads = getattr(args, "kv_heads", args.heads)
     if min(args.heads, args.kv_heads) < 1 or args.heads % args.kv_heads:
         parser.error(f"--heads must be a multiple of --kv-heads, found {args.heads} and {args.kv_heads}")
-    if min([args.batch, args.repeat, *args.lengths]) < 1 or args.seed < 0:
-        parser.error("--batch, --repeat and --lengths must be at least 1, and --seed at least 0")
+    if min([args.batch, args.repeat, *args.lengths]) < 1 or min([args.seed, *args.mask]) < 0:
+        parser.error("--batch, --repeat and --lengths must be at least 1, --seed and --mask at least 0")
     return args
 
 
@@ -199,10 +201,15 @@ def run(args):
     print(f"{count - wrong} of {count} check cases passed")
     if wrong:
         raise RunError(f"{wrong} check cases failed: do not use this artefact")
+    known = manifest.get("mask_arguments", [])
+    names, mask = [name for name, _ in known], args.mask or [sample for _, sample in known]
+    if len(mask) != len(names):
+        raise RunError(f"--mask takes {', '.join(names) or 'nothing'} here, found {len(mask)} numbers: correct it")
     for length in args.lengths:
         shape = (args.batch, args.heads, args.kv_heads, length, length)
-        median, least, most = measure(module, workload, shape, args.seed, args.repeat, device)
-        print(f"  batch {args.batch}, heads {args.heads}, length {length}: {median:.3f} ms ({least:.3f} to {most:.3f})")
+        median, least, most = measure(module, workload, shape, mask, args.seed, args.repeat, device)
+        sizes = "".join(f", {name} {value}" for name, value in zip(names, mask))
+        print(f"  batch {args.batch}, heads {args.heads}, length {length}{sizes}: {median:.3f} ms ({least:.3f} to {most:.3f})")
 
 
 def main(argv=None):

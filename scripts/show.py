@@ -71,7 +71,7 @@ def paper_rule(it):
             yield f"largest Bc within the budget of {it.family.NAME}: {width}\n{budget.table()}"
             break
     else:
-        yield f"no Bc is within the budget of {it.family.NAME}"
+        yield f"with that Br no Bc is within the budget of {it.family.NAME}"
     too_large = [reason for reason, *table in refusals if table]  # the others are about divisibility
     yield from (f"the next larger one: {reason}" for reason in too_large[-1:])
 

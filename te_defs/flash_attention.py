@@ -4,7 +4,7 @@ It is written at tile level (FlashAttention-2, algorithm 1) with the tile sizes 
 layout: unscheduled it runs on llvm. Nothing of size N x M exists. Structure, with the blocks in the order they run::
 
     attn{ Q_load | O_acc_init row_max_init row_sum_init
-          for t, from the last key tile that is needed down to the first:
+          for t, from the last key tile that is needed down to the first that is:
               kv{ K_load V_load | S | S_masked tile_max .. row_max_new rescale row_max_scaled P tile_sum row_sum_new P_cast
                   | O_acc_new | O_acc row_max row_sum }
           row_sum_total row_sum_inverse O LSE }
@@ -17,8 +17,10 @@ Three choices make it schedulable for every family:
 * Row statistics have `row_lanes` columns. With 1 they are plain vectors. With 4 each column belongs to one lane of a quad, as in
   the m16n8k16 accumulator fragment: every lane keeps the statistics of its own columns and holds the combined value.
 """
+from tvm import tirx
 from tvm.script import tirx as T
 
+from te_defs.integers import maximum
 from te_defs.masks import MASKS
 
 LOG2_E = 1.4426950408889634
@@ -30,10 +32,10 @@ SCALE_MIN = 2.0**-100
 
 
 def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_scale=False, max_slack=0):
-    """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale) -> None.
+    """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale, ...) -> None.
 
-    B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm. Rows that see no
-    key get O = 0 and LSE = -inf.
+    B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are the
+    mask's arguments, int32. Rows that see no key get O = 0 and LSE = -inf.
 
     q_tile          query rows of a tile (Br in the paper)
     kv_tile         key rows of a tile (Bc)
@@ -46,7 +48,8 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
     """
     if row_lanes not in (1, 4):
         raise ValueError(f"row_lanes must be 1 or 4, found {row_lanes}: choose one of these")
-    mask, dtype = MASKS[workload.mask], workload.dtype
+    arguments = [tirx.Var(name, "int32") for name in MASKS[workload.mask].arguments()]
+    mask, dtype = MASKS[workload.mask](*arguments), workload.dtype
     D, DV, LANES = workload.head_dim, workload.value_dim, row_lanes
     QUAD, SLACK = row_lanes == 4, max_slack > 0
     SEEN = "row_max_seen" if SLACK else "row_max_new"
@@ -56,6 +59,15 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
     def lane(j):
         """The statistics column that serves score or output column j."""
         return j // PAIR % LANES
+
+    def turns(tiles, i0, M):
+        """Key tiles from the last one down to the first that a row of the query tile sees; at least one, as pipelines can tell."""
+        return tiles if mask.from_start else maximum(tiles - mask.key_begin(i0, M) // kv_tile, 1)
+
+    def whole(t, tiles, i0, M):
+        """Whether all rows of the query tile see the key tile of turn t whole; a lowering pass reads its two comparisons with t."""
+        below = t >= tiles - mask.key_end(i0, M) // kv_tile
+        return below if mask.from_start else tirx.And(below, t < tiles - (mask.key_begin(i0 + (q_tile - 1), M) + (kv_tile - 1)) // kv_tile)
 
     def signed(score):
         return -score if negative_scale else score
@@ -75,9 +87,8 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                 # The last query tile first: under a causal mask it has the most keys, and a grid ends best on its short tiles.
                 q0 = T.meta_var(((N + (q_tile - 1)) // q_tile - 1 - vr) * q_tile)
                 g = T.meta_var(vh // (H // G))  # the key head of this query head
-                i0 = T.meta_var(q0 + M - N)
+                i0 = T.meta_var(mask.position(q0, N, M))
                 tiles = T.meta_var(T.max((mask.key_end(i0 + (q_tile - 1), M) + (kv_tile - 1)) // kv_tile, 1))
-                masked_tiles = T.meta_var(tiles - mask.key_end(i0, M) // kv_tile)
                 scale_log2 = T.meta_var(T.max(T.fabs(scale), T.float32(SCALE_MIN)) * T.float32(LOG2_E))
                 Q_tile = T.sblock_alloc_buffer((q_tile, D), dtype)
                 O_acc = T.sblock_alloc_buffer((q_tile, DV), "float32")
@@ -101,7 +112,7 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                         with T.sblock("row_sum_init"):
                             vi, vl = T.axis.remap("SS", [i, l])
                             row_sum[vi, vl] = T.float32(0)
-                for t in T.serial(tiles):
+                for t in T.serial(turns(tiles, i0, M)):
                     with T.sblock("kv"):
                         vt = T.axis.opaque(T.max((M + (kv_tile - 1)) // kv_tile, 1), t)
                         k0 = T.meta_var((tiles - 1 - vt) * kv_tile)
@@ -138,7 +149,7 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                             for i, j in T.grid(q_tile, kv_tile):
                                 with T.sblock("S_masked"):
                                     vi, vj = T.axis.remap("SS", [i, j])
-                                    if T.likely(vt >= masked_tiles):
+                                    if T.likely(whole(vt, tiles, i0, M)):
                                         S_masked[vi, vj] = signed(S[vi, vj])
                                     else:
                                         S_masked[vi, vj] = T.if_then_else(
@@ -243,4 +254,5 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                             T.where(q0 + i < N)  # the lanes of a row store one value
                             LSE[vb, vh, q0 + vi] = row_max[vi, vl] * scale_log2 * T.float32(LN_2) + T.log(row_sum_total[vi, vl])
 
-    return flash_attention
+    return flash_attention if not arguments else tirx.PrimFunc(
+        [*flash_attention.params, *arguments], flash_attention.body, flash_attention.ret_type, flash_attention.attrs)

@@ -1,56 +1,136 @@
 """Masks: which keys a query row sees. One class serves the kernel, the reference and the operation count.
 
-`i` is a query row counted from the aligned diagonal, that is query index + M - N, so that the last query stands on the last key; it is
-negative for the first rows where N > M, and must not be divided. `j` is a key row. The methods take Python integers, NumPy arrays and TIR
-expressions alike.
+A mask is an instance of its class; the fields, if any, are integers that arrive with each call, and so may be TIR variables. `j` is a
+key row. `i` is what `position` makes of a query's index: for most masks it counts from the aligned diagonal, so that the last query
+stands on the last key; it is negative for the first rows where N > M, and must not be divided. All methods take Python's integers,
+NumPy's arrays and TIR expressions alike.
 
-A mask shows each row a prefix of the keys, one that never shrinks from row to row: row i sees key j exactly where j < key_end(i). The
-kernels rely on it: tiles before the first row's key_end run without mask code, tiles from the last row's key_end on are skipped.
+A mask shows each row one range of keys, whose two ends never go back from row to row: row i sees key j exactly where
+key_begin(i) <= j < key_end(i). The kernels rely on it: key tiles before the first row's begin and from the last row's end on are
+skipped, and those that all rows see whole run without mask code.
 """
-from tvm import tirx
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import numpy as np
+
+from te_defs.integers import both, maximum, minimum
 
 
-class Full:
+@dataclass(frozen=True)
+class Mask:
+    """What masks have in common.
+
+    from_start  whether every row sees its keys from the first one on: kernels then leave out what the other end would cost
+    samples     values of the fields, as tuples: the first is what is timed, all of them what is tested
+    """
+
+    name: ClassVar[str]
+    from_start: ClassVar[bool] = True
+    samples: ClassVar[tuple] = ((),)
+
+    @classmethod
+    def arguments(cls):
+        """Names of the integers that arrive with each call, in their order."""
+        return tuple(field.name for field in fields(cls))
+
+    def position(self, i, q_len, kv_len):
+        """What stands for query row i in the other methods: its place on the diagonal that ends with the last query and the last key."""
+        return i + kv_len - q_len
+
+    def keep(self, i, j, kv_len):
+        """Whether row i, which must be one that exists, sees key j, which may lie past the end."""
+        raise NotImplementedError
+
+    def key_begin(self, i, kv_len):
+        """The first key that row i may see, from 0 to kv_len."""
+        return 0
+
+    def key_end(self, i, kv_len):
+        """One past the last key that row i may see, from 0 to kv_len; at or before key_begin where it sees none."""
+        raise NotImplementedError
+
+    def kept(self, q_len, kv_len):
+        """Number of (query, key) pairs that are kept."""
+        i = self.position(np.arange(q_len), q_len, kv_len)
+        return int(np.maximum(np.broadcast_to(self.key_end(i, kv_len) - self.key_begin(i, kv_len), (q_len,)), 0).sum())
+
+
+@dataclass(frozen=True)
+class Full(Mask):
     """Every query sees every key."""
 
     name = "full"
 
-    @staticmethod
-    def keep(i, j, kv_len):
-        """Whether row i, which must be one that exists, sees key j, which may lie past the end."""
+    def keep(self, i, j, kv_len):
         return j < kv_len
 
-    @staticmethod
-    def key_end(i, kv_len):
-        """One past the last key that row i may see."""
+    def key_end(self, i, kv_len):
         return kv_len
 
-    @staticmethod
-    def kept(q_len, kv_len):
-        """Number of (query, key) pairs that are kept."""
-        return q_len * kv_len
 
-
-class Causal:
+@dataclass(frozen=True)
+class Causal(Mask):
     """A query sees the keys up to its own position; aligned bottom-right when the lengths differ."""
 
     name = "causal"
 
-    @staticmethod
-    def keep(i, j, kv_len):
+    def keep(self, i, j, kv_len):
         return j <= i  # and so j < kv_len, since the last row stands on the last key
 
-    @staticmethod
-    def key_end(i, kv_len):
-        if isinstance(i, int) and isinstance(kv_len, int):
-            return max(min(i + 1, kv_len), 0)
-        return tirx.max(tirx.min(i + 1, kv_len), 0)
-
-    @staticmethod
-    def kept(q_len, kv_len):
-        # Row i keeps max(i + 1, 0) keys; the kept counts are the last min(N, M) of 1, 2, ..., M.
-        rows = min(q_len, kv_len)
-        return rows * (2 * kv_len - rows + 1) // 2
+    def key_end(self, i, kv_len):
+        return maximum(minimum(i + 1, kv_len), 0)
 
 
-MASKS = {mask.name: mask for mask in (Full, Causal)}
+@dataclass(frozen=True)
+class CausalTopLeft(Mask):
+    """The same aligned top-left: query i sees the keys up to i, whatever the lengths are."""
+
+    name = "causal_top_left"
+
+    def position(self, i, q_len, kv_len):
+        return i
+
+    def keep(self, i, j, kv_len):
+        return j < self.key_end(i, kv_len)
+
+    def key_end(self, i, kv_len):
+        return minimum(i + 1, kv_len)
+
+
+@dataclass(frozen=True)
+class Window(Mask):
+    """A sliding window: a query sees `left` keys before its own position and `right` behind it; with right = 0 it is causal."""
+
+    name = "window"
+    from_start = False
+    samples = ((1023, 0), (0, 0), (16, 3), (5, 90), (70, 0), (100, 100), (1 << 20, 1 << 20))
+    left: int
+    right: int
+
+    def keep(self, i, j, kv_len):
+        return both(j >= i - self.left, j < self.key_end(i, kv_len))
+
+    def key_begin(self, i, kv_len):
+        return minimum(maximum(i - self.left, 0), kv_len)
+
+    def key_end(self, i, kv_len):
+        return maximum(minimum(i + self.right + 1, kv_len), 0)
+
+
+@dataclass(frozen=True)
+class Prefix(Mask):
+    """Causal but for the first `prefix` keys, which every query sees (as in prefix language models)."""
+
+    name = "prefix"
+    samples = ((256,), (0,), (1,), (50,), (1 << 20,))
+    prefix: int
+
+    def keep(self, i, j, kv_len):
+        return j < self.key_end(i, kv_len)
+
+    def key_end(self, i, kv_len):
+        return minimum(maximum(i + 1, self.prefix), kv_len)
+
+
+MASKS = {mask.name: mask for mask in (Full, Causal, CausalTopLeft, Window, Prefix)}

@@ -9,12 +9,14 @@ from te_defs.masks import MASKS
 
 
 def naive_attention(workload):
-    """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale) -> None.
+    """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale, ...) -> None.
 
-    B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm. Rows that see no
-    key get O = 0 and LSE = -inf. Sums are float32, and P is not rounded to the input type. Offsets are 64-bit: S is large.
+    B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are the
+    mask's arguments, int32. Rows that see no key get O = 0 and LSE = -inf. Sums are float32, and P is not rounded to the
+    input type. Offsets are 64-bit: S is large.
     """
-    mask, D, DV = MASKS[workload.mask], workload.head_dim, workload.value_dim
+    arguments = [te.var(name) for name in MASKS[workload.mask].arguments()]
+    mask, D, DV = MASKS[workload.mask](*(x.astype("int64") for x in arguments)), workload.head_dim, workload.value_dim
     B, N, M, H, G = (te.var(name, "int64") for name in ("B", "N", "M", "H", "G"))
     scale = te.var("scale", "float32")
     Q = te.placeholder((B, N, H, D), workload.dtype, name="Q")
@@ -28,11 +30,12 @@ def naive_attention(workload):
         return h // (H // G)
 
     def masked(b, h, i, j):
-        return tirx.Select(mask.keep(i + M - N, j, M), S[b, h, i, j] * scale, tirx.const(float("-inf"), "float32"))
+        return tirx.Select(mask.keep(mask.position(i, N, M), j, M), S[b, h, i, j] * scale, tirx.const(float("-inf"), "float32"))
 
     def sees_a_key(i):
         # Asked of the lengths and not of row_sum: TVM never initialises a reduction over an empty axis (M = 0).
-        return mask.key_end(i + M - N, M) > 0
+        at = mask.position(i, N, M)
+        return mask.key_end(at, M) > mask.key_begin(at, M)
 
     S = te.compute((B, H, N, M), lambda b, h, i, j: te.sum(
         Q[b, i, h, c].astype("float32") * K[b, j, group(h), c].astype("float32"), axis=c), name="S")
@@ -47,4 +50,4 @@ def naive_attention(workload):
         sees_a_key(i), O_acc[b, i, h, c] / row_sum[b, h, i], tirx.const(0, "float32")).astype(workload.dtype), name="O")
     LSE = te.compute((B, H, N), lambda b, h, i: tirx.Select(
         sees_a_key(i), row_max[b, h, i] + te.log(row_sum[b, h, i]), tirx.const(float("-inf"), "float32")), name="LSE")
-    return te.create_prim_func([Q, K, V, O, LSE, scale])
+    return te.create_prim_func([Q, K, V, O, LSE, scale, *arguments])

@@ -34,17 +34,19 @@ def empty(columns):
 
 
 def online_attention(workload, q_tile, kv_tile, columns=1):
-    """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale) -> None.
+    """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale, ...) -> None.
 
-    B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm. Rows that see no
-    key get O = 0 and LSE = -inf. Lengths are rounded up to whole tiles inside, with zero-filled loads.
+    B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are the
+    mask's arguments, int32. Rows that see no key get O = 0 and LSE = -inf. Lengths are rounded up to whole tiles inside,
+    with zero-filled loads.
 
     q_tile   query rows that N is rounded up to (Br)
     kv_tile  key rows of a partial result (Bc)
     columns  output columns that share one copy of row_max and row_sum, a divisor of DV: all parts of a Tensor Expression tuple
              have one shape, here [B, H, rows, DV / columns], so the statistics exist DV / columns times
     """
-    mask, dtype, D, DV = MASKS[workload.mask], workload.dtype, workload.head_dim, workload.value_dim
+    arguments = [te.var(name) for name in MASKS[workload.mask].arguments()]
+    mask, dtype, D, DV = MASKS[workload.mask](*arguments), workload.dtype, workload.head_dim, workload.value_dim
     if DV % columns:
         raise ValueError(f"columns must divide the value dimension {DV}, found {columns}: choose a divisor")
     B, N, M, H, G = (te.var(name) for name in ("B", "N", "M", "H", "G"))
@@ -65,7 +67,7 @@ def online_attention(workload, q_tile, kv_tile, columns=1):
             t * kv_tile + j < M, x[b, t * kv_tile + j, h // (H // G), c].astype("float32"), _float32(0))
 
     def masked(b, h, i, t, j):
-        kept = mask.keep(i + M - N, t * kv_tile + j, M)
+        kept = mask.keep(mask.position(i, N, M), t * kv_tile + j, M)
         return tirx.Select(kept, S[b, h, i, t, j], _float32(float("-inf")))
 
     Q_load = te.compute((B, H, rows, D), lambda b, h, i, c: tirx.if_then_else(
@@ -100,4 +102,4 @@ def online_attention(workload, q_tile, kv_tile, columns=1):
     row_max = te.compute((B, H, rows), lambda b, h, i: te.max(m[b, h, i, e], axis=e), name="row_max")
     row_sum = te.compute((B, H, rows), lambda b, h, i: te.max(l[b, h, i, e], axis=e), name="row_sum")
     LSE = te.compute((B, H, N), lambda b, h, i: row_max[b, h, i] * _float32(LN_2) + te.log(row_sum[b, h, i]), name="LSE")
-    return te.create_prim_func([Q, K, V, O, LSE, scale])
+    return te.create_prim_func([Q, K, V, O, LSE, scale, *arguments])

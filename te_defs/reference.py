@@ -31,11 +31,11 @@ def _product_in_order(q, k):
     return s
 
 
-def _scores(workload, q, k, scale, product=_product):
-    """Masked scores S [B, H, N, M]: scale * Q K^T, -inf where the mask hides the key."""
-    n, m = q.shape[1], k.shape[1]
+def _scores(workload, q, k, scale, mask, product=_product):
+    """Masked scores S [B, H, N, M]: scale * Q K^T, -inf where the mask, of these arguments, hides the key."""
+    n, m, mask = q.shape[1], k.shape[1], MASKS[workload.mask](*mask)
     s = product(q, k) * scale
-    return np.where(MASKS[workload.mask].keep(np.arange(n)[:, None] + m - n, np.arange(m)[None, :], m), s, -np.inf)
+    return np.where(mask.keep(mask.position(np.arange(n), n, m)[:, None], np.arange(m)[None, :], m), s, -np.inf)
 
 
 def _softmax(s):
@@ -46,20 +46,20 @@ def _softmax(s):
     return p, p.sum(axis=-1, keepdims=True), row_max
 
 
-def forward(workload, q, k, v, scale=None):
+def forward(workload, q, k, v, scale=None, mask=()):
     """Attention in float64: O [B, N, H, DV] and LSE [B, H, N]. A row that sees no key has O = 0 and LSE = -inf.
 
-    q [B, N, H, D], k [B, M, G, D], v [B, M, G, DV]; scale defaults to 1 / sqrt(D).
+    q [B, N, H, D], k [B, M, G, D], v [B, M, G, DV]; scale defaults to 1 / sqrt(D); mask are the arguments of the workload's mask.
     """
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    p, row_sum, row_max = _softmax(_scores(workload, q, k, q.shape[-1] ** -0.5 if scale is None else scale))
+    p, row_sum, row_max = _softmax(_scores(workload, q, k, q.shape[-1] ** -0.5 if scale is None else scale, mask))
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
     out = np.einsum("bhij,bjhc->bihc", p / np.where(row_sum == 0, 1, row_sum), v)
     with np.errstate(divide="ignore"):
         return out, (row_max + np.log(row_sum))[..., 0]
 
 
-def backward(workload, dout, q, k, v, out, lse, scale=None):
+def backward(workload, dout, q, k, v, out, lse, scale=None, mask=()):
     """Gradients dQ, dK, dV in float64, recomputed from the LSE (FlashAttention-2, section 2.3.2).
 
     Shapes as in `forward`; dK and dV of a key head are summed over its group of query heads.
@@ -68,7 +68,7 @@ def backward(workload, dout, q, k, v, out, lse, scale=None):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     (b, m, g, _), h = k.shape, q.shape[2]
     group = h // g if h else 1
-    s = _scores(workload, q, k, scale)
+    s = _scores(workload, q, k, scale, mask)
     seen = ~np.isneginf(lse)[..., None]
     p = np.where(seen, np.exp(s - np.where(seen, lse[..., None], 0)), 0)
     delta = np.einsum("bihc,bihc->bhi", dout, out)[..., None]
@@ -79,37 +79,52 @@ def backward(workload, dout, q, k, v, out, lse, scale=None):
     return dq, *(x.reshape(b, m, g, group, x.shape[-1]).sum(axis=3) for x in (dk, dv))
 
 
-def plain(workload, q, k, v, scale=None):
+def _plain_softmax(workload, q, k, scale, mask):
+    """`_softmax` of scores that are summed in float32."""
+    q, k = (x.astype(np.float32) for x in (q, k))
+    scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
+    return _softmax(_scores(workload, q, k, scale, mask, _product_in_order))
+
+
+def plain(workload, q, k, v, scale=None, mask=()):
     """The yardstick: plain attention that reads the input type, sums in float32 and rounds P and O to the input type."""
     dtype = numpy_dtype(workload)
-    q, k, v = (x.astype(np.float32) for x in (q, k, v))
-    scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
-    p, row_sum, _ = _softmax(_scores(workload, q, k, scale, _product_in_order))
+    p, row_sum, _ = _plain_softmax(workload, q, k, scale, mask)
+    v = v.astype(np.float32)
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
     out = np.einsum("bhij,bjhc->bihc", p.astype(dtype).astype(np.float32), v)
     return (out / np.where(row_sum == 0, 1, row_sum)[..., 0].swapaxes(1, 2)[..., None]).astype(dtype)
 
 
-def tolerance(workload, q, k, v, scale=None, answer=None):
+def tolerance(workload, q, k, v, scale=None, answer=None, mask=()):
     """Largest error that O may have: twice that of `plain` on the same inputs plus one rounding step of the output type.
 
     answer  the float64 O, where it is already known.
     """
-    exact = forward(workload, q, k, v, scale)[0] if answer is None else answer
+    exact = forward(workload, q, k, v, scale, mask)[0] if answer is None else answer
     if exact.size == 0:
         return 0.0
-    error = np.abs(plain(workload, q, k, v, scale).astype(np.float64) - exact).max()
+    error = np.abs(plain(workload, q, k, v, scale, mask).astype(np.float64) - exact).max()
     return float(2 * error + ml_dtypes.finfo(numpy_dtype(workload)).eps * np.abs(exact).max())
 
 
-#: LSE is float32 whatever the inputs: its error is that of a float32 sum of products, relative to its size but at least absolute.
+#: LSE is float32 whatever the inputs: it may be off by so much, relative to its size but at least absolute, ...
 LSE_TOLERANCE = 2e-5
 
 
-def mismatch(out, lse, answer, lse_answer, bound):
+def lse_tolerance(workload, q, k, scale, lse_answer, mask=()):
+    """... and by twice what plain float32 sums are off: much, where large products cancel to a small score that stands alone."""
+    p, row_sum, row_max = _plain_softmax(workload, q, k, scale, mask)
+    seen = ~np.isneginf(lse_answer)
+    lse = (row_max + np.log(np.where(row_sum == 0, 1, row_sum)))[..., 0].astype(np.float64)
+    error = np.abs(lse - np.where(seen, lse_answer, 0)) / np.maximum(np.abs(np.where(seen, lse_answer, 0)), 1)
+    return LSE_TOLERANCE + 2 * float(error.max(initial=0, where=seen))
+
+
+def mismatch(out, lse, answer, lse_answer, bound, lse_bound=LSE_TOLERANCE):
     """None where (out, lse) pass, else one sentence that says where they are furthest off. The only judge of results.
 
-    bound is `tolerance` of the same inputs. Rows without keys must be exactly 0 and -inf.
+    bound and lse_bound are `tolerance` and `lse_tolerance` of the same inputs. Rows without keys must be exactly 0 and -inf.
     """
     if out.size == 0:
         return None
@@ -121,7 +136,7 @@ def mismatch(out, lse, answer, lse_answer, bound):
     if not (np.isneginf(lse[dead]).all() and not out.swapaxes(1, 2)[dead].any()):
         return "a row that sees no key must have O = 0 and LSE = -inf, and has something else"
     error = np.abs(np.nan_to_num(lse[~dead].astype(np.float64), nan=np.inf) - lse_answer[~dead])
-    allowed = LSE_TOLERANCE * np.maximum(np.abs(lse_answer[~dead]), 1)
+    allowed = lse_bound * np.maximum(np.abs(lse_answer[~dead]), 1)
     if not (error <= allowed).all():
         worst = (error - allowed).argmax()
         return f"LSE is {lse[~dead][worst]:.6g} where {lse_answer[~dead][worst]:.6g} is right"

@@ -6,7 +6,7 @@ from te_defs.masks import MASKS
 
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _LONG_DTYPE = {short: dtype for dtype, short in DTYPES.items()}
-_NAME = re.compile(r"fwd_d(\d{1,4})_dv(\d{1,4})_(f16|bf16|f32)_([a-z]+)")
+_NAME = re.compile(r"fwd_d(\d{1,4})_dv(\d{1,4})_(f16|bf16|f32)_([a-z_]+)")
 
 
 class WorkloadError(ValueError):
@@ -20,7 +20,7 @@ class Workload:
     head_dim   channels D of a query and a key, 8 to 256 in steps of 8
     value_dim  channels DV of a value and of the output, likewise
     dtype      element type of Q, K, V and O: float16, bfloat16 or float32; sums are float32 in every case
-    mask       "full" or "causal" (aligned bottom-right: row i sees keys j <= i + M - N)
+    mask       name of a class in te_defs.masks, such as "full" or "causal"; its arguments arrive with each call
     """
 
     head_dim: int
@@ -54,16 +54,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Shape:
-    """The run-time sizes of one call: Q [batch, q_len, q_heads, D], K and V [batch, kv_len, kv_heads, D or DV]."""
+    """The run-time numbers of one call: Q [batch, q_len, q_heads, D], K and V [batch, kv_len, kv_heads, D or DV], the mask's arguments."""
 
     batch: int
     q_heads: int
     kv_heads: int
     q_len: int
     kv_len: int
+    mask: tuple = ()
 
     def __post_init__(self):
-        if min(self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len) < 0:
+        if min(self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, *self.mask) < 0:
             raise WorkloadError(f"sizes must not be negative, found {self}: correct the shape")
         if self.q_heads and (self.kv_heads == 0 or self.q_heads % self.kv_heads):
             raise WorkloadError(f"query heads must be a multiple of key heads, found {self.q_heads} and {self.kv_heads}: correct the shape")
@@ -77,14 +78,14 @@ class Shape:
 
 def flops(workload, shape):
     """Floating-point operations of the two products over the scores that the mask keeps, two per multiply-add."""
-    kept = MASKS[workload.mask].kept(shape.q_len, shape.kv_len)
+    kept = MASKS[workload.mask](*shape.mask).kept(shape.q_len, shape.kv_len)
     return 2 * shape.batch * shape.q_heads * kept * (workload.head_dim + workload.value_dim)
 
 
 def standard_shape(workload, length, tokens=16384, hidden=2048):
-    """The field's benchmark shape: `tokens` tokens in all and `hidden` / D heads, each head with keys of its own."""
+    """The field's benchmark shape: `tokens` tokens in all, `hidden` / D heads with keys of their own, the mask's first sample."""
     heads = max(hidden // workload.head_dim, 1)
-    return Shape(max(tokens // length, 1), heads, heads, length, length)
+    return Shape(max(tokens // length, 1), heads, heads, length, length, MASKS[workload.mask].samples[0])
 
 
 #: The workloads that the tuner knows by a short name.

@@ -3,6 +3,7 @@ import numpy as np
 import tvm
 
 from te_defs import reference
+from te_defs.masks import MASKS
 from te_defs.workload import Shape
 
 #: Shapes that break kernels: no tile divides them, more queries than keys, one query, groups, no keys; with a scale factor each.
@@ -18,27 +19,32 @@ RAGGED = {
 }
 
 
-def run(function, workload, inputs, scale):
-    """(out, lse) of a compiled function (q, k, v, out, lse, scale); the outputs hold NaN before."""
+def run(function, workload, inputs, scale, mask=()):
+    """(out, lse) of a compiled function (q, k, v, out, lse, scale, the mask's arguments); the outputs hold NaN before."""
     q, k, v = inputs
     out = np.full((*q.shape[:3], v.shape[-1]), np.nan, np.float32).astype(reference.numpy_dtype(workload))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
     arguments = [tvm.runtime.tensor(array) for array in (q, k, v, out, lse)]
-    function(*arguments, float(scale))
+    function(*arguments, float(scale), *mask)
     return arguments[3].numpy(), arguments[4].numpy()
 
 
 def verdict(function, workload, shape, scale_factor=1.0, seed=0):
     """None where the function is right on seeded inputs of this shape, else the reference's sentence.
 
+    shape         where it has no arguments of the mask, all samples of the mask are tried
     scale_factor  scale as a multiple of 1 / sqrt(D)
     """
-    scale = float(np.float32(scale_factor * workload.head_dim**-0.5))
-    return verdict_on(function, workload, reference.make_inputs(workload, shape, seed), scale)
+    scale, inputs = float(np.float32(scale_factor * workload.head_dim**-0.5)), reference.make_inputs(workload, shape, seed)
+    complaints = (verdict_on(function, workload, inputs, scale, mask)
+                  for mask in ([shape.mask] if shape.mask else MASKS[workload.mask].samples))
+    return next((f"{complaint} ({workload.mask})" for complaint in complaints if complaint), None)
 
 
-def verdict_on(function, workload, inputs, scale):
-    """The same on given inputs (Q, K, V)."""
-    answer, lse_answer = reference.forward(workload, *inputs, scale)
-    out, lse = run(function, workload, inputs, scale)
-    return reference.mismatch(out, lse, answer, lse_answer, reference.tolerance(workload, *inputs, scale, answer))
+def verdict_on(function, workload, inputs, scale, mask=()):
+    """The same on given inputs (Q, K, V) with these arguments of the mask."""
+    answer, lse_answer = reference.forward(workload, *inputs, scale, mask)
+    out, lse = run(function, workload, inputs, scale, mask)
+    bounds = (reference.tolerance(workload, *inputs, scale, answer, mask),
+              reference.lse_tolerance(workload, *inputs[:2], scale, lse_answer, mask))
+    return reference.mismatch(out, lse, answer, lse_answer, *bounds)

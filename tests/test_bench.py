@@ -2,6 +2,7 @@
 import ctypes
 import re
 import sys
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from schedules.arch import Peak, cpu_arch, cuda_arch
 from scripts import bench, contest, peers
 from scripts.cli import Device
 from te_defs import reference
+from te_defs.masks import MASKS
 from te_defs.workload import Shape, Workload
 
 HALF = Workload(64, 64, "float16", "causal")
@@ -170,15 +172,25 @@ class Tensor(np.ndarray):
         return np.linalg.norm(np.asarray(self))
 
 
+class Quiet:
+    """A tensor that may be laid out anew."""
+
+    def transpose(self, *_):
+        return self
+
+    def contiguous(self):
+        return self
+
+
 def data_with_our_result(workload, kind="cuda"):
     """Stand-in for TorchData after our kernel's turn: O is the reference's answer."""
     inputs = reference.make_inputs(workload, SHAPE)
     out, lse = reference.forward(workload, *inputs)
-    return SimpleNamespace(kind=kind, tensors=[array.view(Tensor) for array in (*inputs, out, lse)])
+    return SimpleNamespace(kind=kind, shape=SHAPE, tensors=[array.view(Tensor) for array in (*inputs, out, lse)])
 
 
-def right(q, k, v, causal):
-    return lambda: reference.plain(Workload(64, 64, "float16", "causal" if causal else "full"), q, k, v).view(Tensor)
+def right(q, k, v, mask):
+    return lambda: reference.plain(replace(HALF, mask=mask.name), q, k, v, mask=astuple(mask)).view(Tensor)
 
 
 def off_by(factor):
@@ -187,14 +199,14 @@ def off_by(factor):
 
 def failing(error):
     """A peer that raises when it is called."""
-    def prepare(q, k, v, causal):
+    def prepare(q, k, v, mask):
         def call():
             raise error
         return call
     return prepare
 
 
-def not_installed(q, k, v, causal):
+def not_installed(q, k, v, mask):
     raise ModuleNotFoundError("No module named 'elsewhere'")
 
 
@@ -223,8 +235,17 @@ class TestPeers:
 
     def test_a_mask_that_is_missed_is_seen(self):
         """The commonest mistake: a causal workload computed without its mask."""
-        peer = peers.Peer("A", lambda q, k, v, causal: right(q, k, v, False))
+        peer = peers.Peer("A", lambda q, k, v, mask: right(q, k, v, MASKS["full"]()))
         assert peers.admit([peer], HALF, data_with_our_result(HALF))[0] == []
+
+    @pytest.mark.parametrize("mask", ["causal_top_left", "window", "prefix"])
+    def test_a_mask_that_a_peer_does_not_have_is_told(self, monkeypatch, mask):
+        for name in ("torch", "torch.nn", "torch.nn.attention", "torch.nn.functional"):
+            stand_in = SimpleNamespace(SDPBackend=None, sdpa_kernel=None, scaled_dot_product_attention=None)
+            monkeypatch.setitem(sys.modules, name, stand_in)
+        data = SimpleNamespace(kind="cuda", shape=replace(SHAPE, mask=MASKS[mask].samples[0]), tensors=[Quiet()] * 5)
+        contestants, sentences = peers.admit([peers.CUDNN], replace(HALF, mask=mask), data)
+        assert contestants == [] and sentences == [f"cuDNN is left out of {HALF.name.replace('causal', mask)}: it has no mask {mask}"]
 
     def test_who_is_invited(self):
         assert [peer.name for peer in peers.FASTEST] == ["FlashAttention-2", "cuDNN", "FlashAttention-4", "FlexAttention"]
@@ -251,14 +272,15 @@ def torch():
 class TestPyTorch:
     """Peers as they are, on a CPU."""
 
-    @pytest.mark.parametrize("name", ["PyTorch", "FlexAttention"])
-    @pytest.mark.parametrize("mask", ["full", "causal"])
+    @pytest.mark.parametrize("name, mask, sizes", [
+        *((name, mask, ()) for name in ("PyTorch", "FlexAttention") for mask in ("full", "causal")),
+        ("FlexAttention", "causal_top_left", ()), ("FlexAttention", "window", (9, 4)), ("FlexAttention", "prefix", (20,))])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_peer_is_called_rightly(self, torch, name, mask, dtype):
+    def test_peer_is_called_rightly(self, torch, name, mask, sizes, dtype):
         workload = Workload(64, 64, dtype, mask)
-        data = contest.TorchData(workload, SHAPE, "cpu", seed=0)
+        data = contest.TorchData(workload, replace(SHAPE, mask=sizes), "cpu", seed=0)
         q, k, v = (tensor.float().numpy() for tensor in data.tensors[:3])
-        data.tensors[3][:] = torch.from_numpy(reference.forward(workload, q, k, v)[0])
+        data.tensors[3][:] = torch.from_numpy(reference.forward(workload, q, k, v, mask=sizes)[0])
         peer = next(peer for peer in (*peers.BY_DEFAULT["cpu"], *peers.FASTEST) if peer.name == name)
         (contestant,), sentences = peers.admit([peer], workload, data)
         assert sentences == []
@@ -272,7 +294,7 @@ class TestPyTorch:
         with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
             for length in (16, 32, 48):
                 data = contest.TorchData(HALF, Shape(1, 1, 1, length, length), "cpu", seed=0)
-                assert peers.flex_attention(*data.tensors[:3], causal=True)().shape == (1, length, 1, 64)
+                assert peers.flex_attention(*data.tensors[:3], MASKS["causal"]())().shape == (1, length, 1, 64)
 
 
 @pytest.mark.parametrize("answer", [lambda out: out, lambda out: (out, "lse")], ids=["out", "out_and_lse"])
@@ -282,7 +304,7 @@ def test_call_of_flash_attention_4(monkeypatch, answer):
 
     def flash_attn_func(q, k, v, causal):
         calls.append((q.shape, causal))
-        return answer(right(q, k, v, causal)())
+        return answer(right(q, k, v, MASKS["causal" if causal else "full"]())())
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(no_grad=lambda: lambda function: function))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=flash_attn_func))
     peer = next(peer for peer in peers.FASTEST if peer.name == "FlashAttention-4")

@@ -6,11 +6,13 @@ import tvm_ffi
 
 from te_defs import reference
 from te_defs.flash_attention import flash_attention_forward
+from te_defs.masks import MASKS
 from te_defs.workload import Shape, Workload
 from tests.numbers import RAGGED, run, verdict, verdict_on
 
 WORKLOADS = {w.name: w for w in (Workload(32, 32, "float32", "full"), Workload(32, 16, "float16", "causal"),
-                                 Workload(16, 32, "bfloat16", "causal"), Workload(64, 64, "float16", "full"))}
+                                 Workload(16, 32, "bfloat16", "causal"), Workload(64, 64, "float16", "full"),
+                                 *(Workload(32, 16, "float32", mask) for mask in MASKS if mask not in ("full", "causal")))}
 KV_TILE = 16
 
 

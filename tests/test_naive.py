@@ -2,12 +2,14 @@
 import pytest
 import tvm
 
+from te_defs.masks import MASKS
 from te_defs.naive import naive_attention
 from te_defs.workload import Shape, Workload
 from tests.numbers import RAGGED, verdict
 
 WORKLOADS = {w.name: w for w in (Workload(32, 32, "float32", "full"), Workload(32, 16, "float32", "causal"),
-                                 Workload(16, 40, "float16", "causal"), Workload(16, 16, "bfloat16", "full"))}
+                                 Workload(16, 40, "float16", "causal"), Workload(16, 16, "bfloat16", "full"),
+                                 *(Workload(16, 8, "float32", mask) for mask in MASKS if mask not in ("full", "causal")))}
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,26 @@ def test_masked_tiles_run_first_and_once(n, masked):
 
 
 @T.prim_func
+def masked_ends(a: T.handle, n: T.int32, first: T.int32, last: T.int32):
+    """Of n entries those from `first` on before `last` are 2, the others 1."""
+    A = T.match_buffer(a, (64,), "int32")
+    for t in range(n):
+        if T.likely(T.And(t >= first, t < last)):
+            A[t] = 2
+        else:
+            A[t] = 1
+
+
+@pytest.mark.parametrize("n, first, last", [(10, 3, 7), (10, 0, 10), (10, 7, 3), (10, 4, 4), (3, 7, 9), (5, -2, 3), (0, 0, 0), (6, 2, 99)])
+def test_tiles_masked_at_both_ends_run_once(n, first, last):
+    mod = rewrite.split_masked_tiles()(tvm.IRModule({"main": masked_ends.with_attr("global_symbol", "main")}))
+    assert len(loops_over(mod["main"].body, "t")) == 3 and "likely" not in mod.script()
+    result, at = tvm.runtime.tensor(np.zeros(64, "int32")), np.arange(64)
+    tvm.compile(tirx.transform.ConvertSSA()(mod), "llvm")(result, n, first, last)
+    np.testing.assert_array_equal(result.numpy(), np.where(at >= n, 0, np.where((at >= first) & (at < last), 2, 1)))
+
+
+@T.prim_func
 def no_hint(a: T.handle, n: T.int32):
     A = T.match_buffer(a, (64,), "int32")
     for t in range(n):

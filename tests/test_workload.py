@@ -1,10 +1,15 @@
 """Names, limits, shapes and operation counts of the attention problem."""
+import dataclasses
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from tvm import tirx
+from tvm.sym import Analyzer
 
-from te_defs.masks import MASKS
+from schedules.lowering.rewrite import substitute
+from te_defs.masks import MASKS, Window
 from te_defs.workload import PRESETS, Shape, Workload, WorkloadError, flops, standard_shape
 
 WORKLOADS = [Workload(d, dv, dtype, mask) for (d, dv), dtype, mask in itertools.product(
@@ -30,7 +35,7 @@ class TestName:
             Workload.parse(name)
 
     def test_unknown_mask_in_a_name(self):
-        with pytest.raises(WorkloadError, match="mask must be one of full, causal, found 'banded'"):
+        with pytest.raises(WorkloadError, match="mask must be one of full, causal, causal_top_left, window, prefix, found 'banded'"):
             Workload.parse("fwd_d64_dv64_f16_banded")
 
     @pytest.mark.parametrize("short, workload", PRESETS.items(), ids=list(PRESETS))
@@ -54,6 +59,10 @@ class TestLimits:
         with pytest.raises(WorkloadError, match="sizes must not be negative, found .*q_len=-1"):
             Shape(1, 1, 1, -1, 1)
 
+    def test_mask_arguments_must_not_be_negative(self):
+        with pytest.raises(WorkloadError, match="sizes must not be negative, found .*mask=.-1, 0"):
+            Shape(1, 1, 1, 1, 1, (-1, 0))
+
     @pytest.mark.parametrize("heads, kv_heads", [(4, 3), (2, 4), (1, 0)])
     def test_heads_come_in_groups(self, heads, kv_heads):
         with pytest.raises(WorkloadError, match=f"multiple of key heads, found {heads} and {kv_heads}"):
@@ -72,29 +81,42 @@ class TestShape:
         assert shape.batch == max(16384 // length, 1)
 
 
+@pytest.mark.parametrize("n, m", LENGTHS)
+@pytest.mark.parametrize("mask", [mask(*sample) for mask in MASKS.values() for sample in mask.samples] + [Window(2, 1), Window(0, 3)],
+                         ids=str)
 class TestMask:
-    @pytest.mark.parametrize("n, m", LENGTHS)
-    @pytest.mark.parametrize("mask", MASKS.values(), ids=list(MASKS))
     def test_count_of_kept_pairs(self, mask, n, m):
         i, j = np.ogrid[:n, :m]
-        assert mask.kept(n, m) == np.broadcast_to(mask.keep(i + m - n, j, m), (n, m)).sum()
+        assert mask.kept(n, m) == np.broadcast_to(mask.keep(mask.position(i, n, m), j, m), (n, m)).sum()
 
-    @pytest.mark.parametrize("n, m", LENGTHS)
-    @pytest.mark.parametrize("mask", MASKS.values(), ids=list(MASKS))
-    def test_key_end_is_one_past_the_last_kept_key(self, mask, n, m):
-        kept = [[j for j in range(m) if mask.keep(i, j, m)] for i in range(m - n, m)]
-        assert [mask.key_end(i, m) for i in range(m - n, m)] == [row[-1] + 1 if row else 0 for row in kept]
-
-    @pytest.mark.parametrize("n, m", LENGTHS)
-    @pytest.mark.parametrize("mask", MASKS.values(), ids=list(MASKS))
-    def test_a_row_sees_a_prefix_of_the_keys_that_never_shrinks(self, mask, n, m):
+    def test_a_row_sees_one_range_of_keys_whose_ends_never_go_back(self, mask, n, m):
         """What the kernels rely on, for rows that exist and keys past the end alike."""
-        ends = [mask.key_end(i, m) for i in range(m - n, m)]
-        assert ends == sorted(ends) and all(0 <= end <= m for end in ends)
-        seen = [[bool(mask.keep(i, j, m)) for j in range(m + 3)] for i in range(m - n, m)]
-        assert seen == [[j < end for j in range(m + 3)] for end in ends]
+        rows = [mask.position(i, n, m) for i in range(n)]
+        begins, ends = ([end(i, m) for i in rows] for end in (mask.key_begin, mask.key_end))
+        assert begins == sorted(begins) and ends == sorted(ends) and all(0 <= end <= m for end in begins + ends)
+        assert not (mask.from_start and any(begins))
+        seen = [[bool(mask.keep(i, j, m)) for j in range(m + 3)] for i in rows]
+        assert seen == [[begin <= j < end for j in range(m + 3)] for begin, end in zip(begins, ends)]
 
+    def test_kernels_read_the_same(self, mask, n, m):
+        """The same methods on TIR expressions, with arguments that are variables."""
+        arguments = [tirx.Var(name, "int32") for name in mask.arguments()]
+        sizes = [tirx.Var(name, "int32") for name in ("row", "n", "m")]
+        row, n_var, m_var = sizes
+        symbolic = type(mask)(*arguments)
+        place = symbolic.position(row, n_var, m_var)
+        for i in range(n):
+            values = dict(zip([*sizes, *arguments], map(tirx.const, (i, n, m, *dataclasses.astuple(mask)))))
+            at = mask.position(i, n, m)
+            pairs = [(symbolic.key_begin(place, m_var), mask.key_begin(at, m)), (symbolic.key_end(place, m_var), mask.key_end(at, m))]
+            pairs += [(symbolic.keep(place, tirx.const(j), m_var), mask.keep(at, j, m)) for j in range(m)]
+            for found, wanted in pairs:
+                assert int(Analyzer().simplify(substitute(tirx.const(found) if isinstance(found, int) else found, values))) == wanted
+
+
+class TestFlops:
     def test_flops_are_two_per_multiply_add(self):
         shape = Shape(batch=2, q_heads=4, kv_heads=2, q_len=3, kv_len=5)
         assert flops(Workload(64, 32, mask="full"), shape) == 2 * 2 * 4 * (3 * 5) * (64 + 32)
         assert flops(Workload(64, 32, mask="causal"), shape) == 2 * 2 * 4 * (3 + 4 + 5) * (64 + 32)
+        assert flops(Workload(64, 32, mask="window"), replace(shape, mask=(1, 0))) == 2 * 2 * 4 * (2 + 2 + 2) * (64 + 32)

@@ -4,17 +4,22 @@ They are read with NumPy alone. `<stem>.check.npz` holds one text array `index`,
 `<case>.q`, `.k`, `.v` (the workload's type; bfloat16 as the uint16 of its bits), `.out` and `.lse` (float64)::
 
     {"schema": 1, "workload": "fwd_d64_dv64_bf16_causal", "dtype": "bfloat16", "cases": [
-        {"name": "ragged", "scale": 0.125, "out_tolerance": 0.004, "lse_tolerance": 2e-05}, ...]}
+        {"name": "ragged", "scale": 0.125, "mask": [], "out_tolerance": 0.004, "lse_tolerance": 2e-05}, ...]}
+
+`mask` holds the arguments that follow the scale in the call.
+
 
 A kernel passes a case when |out - answer| <= out_tolerance and |lse - answer| <= lse_tolerance * max(|answer|, 1) everywhere, and rows
 whose answer is lse = -inf have exactly that and out = 0.
 """
+import itertools
 import json
 from dataclasses import dataclass
 
 import numpy as np
 
 from te_defs import reference
+from te_defs.masks import MASKS
 from te_defs.workload import Shape
 
 SCHEMA = 1
@@ -39,34 +44,37 @@ CHECK_SHAPES = {
 
 @dataclass(frozen=True)
 class CheckCase:
-    """Inputs q, k, v in the workload's type, the scale, float64 answers out and lse, and the errors that are allowed."""
+    """Inputs q, k, v in the workload's type, scale and mask arguments, float64 answers out and lse, and the errors that are allowed."""
 
     name: str
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
     scale: float
+    mask: tuple
     out: np.ndarray
     lse: np.ndarray
     out_tolerance: float
-    lse_tolerance: float = reference.LSE_TOLERANCE
+    lse_tolerance: float
 
 
 def check_cases(workload, seed=0):
-    """CheckCases of a workload for all of CHECK_SHAPES; each draws from a seed of its own, so that adding one changes no other."""
+    """CheckCases of a workload for all of CHECK_SHAPES, with its mask's samples in turn; each draws from a seed of its own, so that adding
+    one changes no other."""
     cases = []
-    for name, (shape, factor) in CHECK_SHAPES.items():
+    for (name, (shape, factor)), mask in zip(CHECK_SHAPES.items(), itertools.cycle(MASKS[workload.mask].samples)):
         q, k, v = reference.make_inputs(workload, shape, seed=[seed, *name.encode()])
         # The call hands the scale over as float32, so the answer is that of the rounded number.
         scale = float(np.float32(factor * workload.head_dim**-0.5))
-        out, lse = reference.forward(workload, q, k, v, scale)
-        cases.append(CheckCase(name, q, k, v, scale, out, lse, reference.tolerance(workload, q, k, v, scale, answer=out)))
+        out, lse = reference.forward(workload, q, k, v, scale, mask)
+        bounds = (reference.tolerance(workload, q, k, v, scale, out, mask), reference.lse_tolerance(workload, q, k, scale, lse, mask))
+        cases.append(CheckCase(name, q, k, v, scale, mask, out, lse, *bounds))
     return tuple(cases)
 
 
 def write_cases(path, workload, cases):
     """Write the cases of one workload to `path` in the form that the module describes."""
-    fields = ("name", "scale", "out_tolerance", "lse_tolerance")
+    fields = ("name", "scale", "mask", "out_tolerance", "lse_tolerance")
     index = {"schema": SCHEMA, "workload": workload.name, "dtype": workload.dtype,
              "cases": [{field: getattr(case, field) for field in fields} for case in cases]}
     arrays = {"index": np.array(json.dumps(index))}

@@ -13,6 +13,8 @@
  *   FLASHTIR_ARCHS             the architectures of all variants, for messages
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
  *   FLASHTIR_DTYPE_CODE, _BITS element type of q, k, v, out   FLASHTIR_DEVICE_TYPE  DLDeviceType of all tensors
+ *   FLASHTIR_MASK_ARGUMENTS    names of the mask's arguments, each as a text with a comma behind it
+ *   FLASHTIR_CALL              names of all arguments, for messages
  *   FLASHTIR_MANIFEST          JSON text
  *
  * C and not C++: the artefact then needs no C++ runtime, and of TVM only a few functions of its stable C ABI.
@@ -54,7 +56,8 @@ FLASHTIR_VARIANTS(DECLARE)
 static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
 enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
 
-enum { Q, K, V, OUT, LSE, TENSORS, ARGUMENTS = TENSORS + 1 };
+static const char *const kMaskArguments[] = {FLASHTIR_MASK_ARGUMENTS NULL};
+enum { Q, K, V, OUT, LSE, TENSORS, SCALE = TENSORS, MASK, ARGUMENTS = MASK + sizeof kMaskArguments / sizeof *kMaskArguments - 1 };
 enum { MAX_RANK = 4 };
 
 /* What one dimension must be: a constant, the size of an earlier tensor's axis, or free (both zero). */
@@ -196,6 +199,21 @@ static int check_scale(const TVMFFIAny *arg, int *negative) {
   return 0;
 }
 
+/* The mask's arguments are numbers of keys. Beyond all lengths they mean the same whatever they are; kernels add them to rows, in 32 bits. */
+static int check_mask(const TVMFFIAny *args, TVMFFIAny *checked, const DLTensor plain[TENSORS]) {
+  enum { TILE = 1024 }; /* more rows than a tile has, by which kernels look past the end */
+  int64_t queries = plain[Q].shape[1], keys = plain[K].shape[1], most = INT32_MAX - TILE - (queries > keys ? queries : keys);
+  for (int i = MASK; i < ARGUMENTS; ++i) {
+    const char *name = kMaskArguments[i - MASK];
+    if (args[i].type_index != kTVMFFIInt) return fail("TypeError", "%s is %s, wanted an int", name, type_name(&args[i]));
+    if (args[i].v_int64 < 0)
+      return fail("ValueError", "%s is %lld, wanted a number of keys, zero or more", name, (long long)args[i].v_int64);
+    checked[i] = args[i];
+    if (args[i].v_int64 > most) checked[i].v_int64 = most;
+  }
+  return 0;
+}
+
 static int64_t bytes_of(const DLTensor *tensor, int64_t elements) { return elements * (tensor->dtype.bits / 8); }
 
 static int check_memory(const DLTensor plain[TENSORS], const int64_t elements[TENSORS]) {
@@ -255,10 +273,11 @@ static bool runs_on(const Variant *variant, int capability) {
   return FLASHTIR_DEVICE_TYPE == kDLCPU;
 }
 
-/* Whether a call has the queries that a variant is for: enough rows for its tiles, and tiles for all multiprocessors. */
+/* Whether a call has the queries that a variant is for: enough rows for its tiles, and tiles for all multiprocessors. The sizes of an empty
+ * tensor can have any product. */
 static bool is_for(const Variant *variant, const DLTensor *q) {
-  int64_t tiles = (q->shape[1] + variant->rows - 1) / variant->rows;
-  return q->shape[1] >= variant->queries && (!variant->tiles || tiles * q->shape[0] * q->shape[2] >= variant->tiles);
+  double tiles = ceil((double)q->shape[1] / (double)variant->rows);
+  return q->shape[1] >= variant->queries && tiles * (double)q->shape[0] * (double)q->shape[2] >= (double)variant->tiles;
 }
 
 /* Why a variant cannot serve a call, where the device is not the reason. */
@@ -333,7 +352,7 @@ static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *
   Refusal passed_over;
   int negative = 0;
 
-  if (count != ARGUMENTS) return fail("TypeError", "found %d arguments, wanted %d: q, k, v, out, lse, scale", (int)count, ARGUMENTS);
+  if (count != ARGUMENTS) return fail("TypeError", "found %d arguments, wanted %d: " FLASHTIR_CALL, (int)count, (int)ARGUMENTS);
   for (int i = 0; i < TENSORS; ++i) {
     tensors[i] = as_tensor(&args[i]);
     if (tensors[i] == NULL) return fail("TypeError", "%s is %s, wanted a tensor", kWanted[i].name, type_name(&args[i]));
@@ -347,23 +366,23 @@ static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *
     plain[i].strides = NULL;
     checked[i] = (TVMFFIAny){.type_index = kTVMFFIDLTensorPtr, .v_ptr = &plain[i]};
   }
-  checked[TENSORS] = args[TENSORS];
+  checked[SCALE] = args[SCALE];
   const Variant *variant = choose(plain, elements, only, &passed_over);
-  if (variant == NULL || check_groups(tensors[Q]->shape[2], tensors[K]->shape[2]) || check_scale(&args[TENSORS], &negative)) return -1;
-  if (check_memory(plain, elements)) return -1;
+  if (variant == NULL || check_groups(tensors[Q]->shape[2], tensors[K]->shape[2]) || check_scale(&args[SCALE], &negative)) return -1;
+  if (check_mask(args, checked, plain) || check_memory(plain, elements)) return -1;
   if (elements[LSE] == 0) return 0;
   if (elements[K] == 0) plain[K].data = plain[V].data = plain[Q].data;
   say_once(&passed_over, variant);
   return (negative ? variant->negative : variant->kernel)(self, checked, ARGUMENTS, result);
 }
 
-/* flash_attention_forward(q, k, v, out, lse, scale) -> None */
+/* flash_attention_forward(q, k, v, out, lse, scale, the mask's arguments) -> None */
 TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
   return forward(self, args, count, result, NULL);
 }
 
-/* flash_attention_forward_variant(number, q, k, v, out, lse, scale) -> None: by the variant of this number in the manifest, from 0 on, so
- * that each can be checked on calls which the choice would give to another. */
+/* flash_attention_forward_variant(number, then as above) -> None: by the variant of this number in the manifest, from 0 on, so that each can
+ * be checked on calls which the choice would give to another. */
 TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward_variant(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
   if (count < 1 || args[0].type_index != kTVMFFIInt || args[0].v_int64 < 0 || args[0].v_int64 >= VARIANTS)
     return fail("ValueError", "the first argument is no variant of this artefact, wanted an int from 0 to %d", VARIANTS - 1);

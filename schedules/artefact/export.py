@@ -10,9 +10,10 @@ import tvm_ffi
 
 from schedules.arch import cuda_arch
 from schedules.artefact.cases import write_cases
-from schedules.artefact.manifest import to_json
+from schedules.artefact.manifest import call_arguments, to_json
 from schedules.build import kernel_names
 from schedules.lowering.toolkit import run_c_compiler
+from te_defs.masks import MASKS
 
 ENTRY = Path(__file__).with_name("entry.c")
 
@@ -29,7 +30,7 @@ def export_artefact(variants, workload, path, manifest, cases):
 
     Both files are complete before either gets its name, and the .so is named last: a failure leaves what was there before.
 
-    variants  Variants, best first; the functions of each module take (q, k, v, out, lse, scale) and have the names of its place
+    variants  Variants, best first; the functions of each module take what the exported call does and have the names of its place
     workload  te_defs.workload.Workload it was built for: the entry checks calls against it
     manifest  plain data for JSON, as `manifest.describe` makes it
     cases     CheckCases of `cases.check_cases`
@@ -107,6 +108,8 @@ def _config(workload, variants, manifest):
         "DTYPE_CODE": _DTYPE_CODES[kind],
         "DTYPE_BITS": bits,
         "DEVICE_TYPE": _DEVICE_TYPES[variants[0].arch.kind],
+        "MASK_ARGUMENTS": "".join(f"{json.dumps(name)}, " for name in MASKS[workload.mask].arguments()),
+        "CALL": json.dumps(", ".join(call_arguments(workload))),
         # ASCII JSON has no escapes but \\ and \", which C reads alike.
         "MANIFEST": json.dumps(to_json(manifest)),
     }

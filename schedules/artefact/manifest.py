@@ -5,9 +5,15 @@ from dataclasses import asdict
 import tvm
 import tvm_ffi
 
+from te_defs.masks import MASKS
+
 #: Raised when a field changes its meaning or goes away; new fields may come at any time.
 SCHEMA = 2
-SIGNATURE = "flash_attention_forward(q, k, v, out, lse, scale)"
+
+
+def call_arguments(workload):
+    """Names of the arguments of the exported call, in their order."""
+    return "q", "k", "v", "out", "lse", "scale", *MASKS[workload.mask].arguments()
 
 
 def describe(workload, variants, toolkit=None):
@@ -19,8 +25,9 @@ def describe(workload, variants, toolkit=None):
     """
     return {
         "schema": SCHEMA,
-        "signature": SIGNATURE,
+        "signature": f"flash_attention_forward({', '.join(call_arguments(workload))})",
         "workload": {"name": workload.name, **asdict(workload)},
+        "mask_arguments": [list(pair) for pair in zip(MASKS[workload.mask].arguments(), MASKS[workload.mask].samples[0])],
         "layout": {"q": "bnhd", "k": "bmgd", "v": "bmgd", "out": "bnhd", "lse": "bhn"},
         "workspace_bytes": 0,
         "variants": [_describe_variant(variant) for variant in variants],

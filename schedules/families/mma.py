@@ -82,7 +82,7 @@ def decline(workload, arch):
 def default_plan(workload, arch):
     """The seed: the architecture row's tile, heads side by side under a causal mask so that long tiles start first."""
     q_tile, kv_tile, warps = arch.mma_tile[max(workload.head_dim, workload.value_dim)]
-    return MmaPlan(q_tile, kv_tile, warps, heads_first=int(workload.mask == "causal"))
+    return MmaPlan(q_tile, kv_tile, warps, heads_first=int(workload.mask != "full"))
 
 
 def tile_choices(workload, arch):

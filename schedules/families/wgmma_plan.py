@@ -68,11 +68,16 @@ def decline(workload, arch):
     return None
 
 
+def _row_key(workload, arch):
+    """Under which an architecture row has the plans of a workload: a mask that it does not name has those of causal."""
+    key = workload.head_dim, workload.mask
+    return key if key in arch.wgmma_seed else (workload.head_dim, "causal")
+
+
 def default_plan(workload, arch):
     """The seed: the architecture row's tile for the head dimension and mask."""
-    seed = arch.wgmma_seed[workload.head_dim, workload.mask]
-    order = order_of_work.FAIR if workload.mask == "causal" else order_of_work.TO_AND_FRO
-    return WgmmaPlan(**seed, blocks=arch.peak.sms, order_of_work=order)
+    order = order_of_work.TO_AND_FRO if workload.mask == "full" else order_of_work.FAIR
+    return WgmmaPlan(**arch.wgmma_seed[_row_key(workload, arch)], blocks=arch.peak.sms, order_of_work=order)
 
 
 def further_plans(workload, arch, plan, tuned_at=TUNED_AT):
@@ -81,7 +86,7 @@ def further_plans(workload, arch, plan, tuned_at=TUNED_AT):
     They are `plan`, for lengths like that at which it was tuned; what the architecture row has for other lengths; and a plan of a single
     warpgroup, for calls with so few tiles that larger ones would leave multiprocessors without work.
     """
-    lengths = arch.wgmma_lengths.get((workload.head_dim, workload.mask), ((SHORT + 1, {}), (0, {})))
+    lengths = arch.wgmma_lengths.get(_row_key(workload, arch), ((SHORT + 1, {}), (0, {})))
     seed, home = default_plan(workload, arch), next(queries for queries, _ in lengths if queries <= tuned_at)
     one = dict(q_tile=intrinsics.GROUP_ROWS, blocks=0, shared_decode=0, query_stages=1, ping_pong=0, loader_registers=LOADER_REGISTERS[1])
     plans = [(plan if queries == home else seed.but(**changes), Calls(queries, arch.peak.sms + 1, intrinsics.GROUP_ROWS))
@@ -102,7 +107,7 @@ def tile_choices(workload, arch):
 
 def knobs(workload, arch, plan):
     """Candidates of the sampled fields for a plan's structure."""
-    orders = (order_of_work.TO_AND_FRO, order_of_work.FAIR) if plan.blocks and workload.mask == "causal" else (plan.order_of_work,)
+    orders = (order_of_work.TO_AND_FRO, order_of_work.FAIR) if plan.blocks and workload.mask != "full" else (plan.order_of_work,)
     return {"stages": (2, 3, 4), "query_stages": (1, 2), "ping_pong": (0, 1) if plan.groups > 1 else (plan.ping_pong,), "late_wait": (0, 1),
             "polynomial_share": (0, 1, 2), "shared_decode": (0, 1) if plan.blocks else (0,), "order_of_work": orders}
 

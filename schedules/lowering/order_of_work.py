@@ -11,8 +11,7 @@ one, and `FAIR` deals in two steps:
 * The tiles of the last heads, three waves or so, are dealt longest first, to and fro. The last waves are then short, and so is the wait
   for the slowest block.
 """
-import tvm
-from tvm import tirx
+from te_defs.integers import divide, less, maximum, minimum, remainder, select
 
 TO_AND_FRO, FAIR = 0, 1
 #: Waves that are dealt longest first at the end.
@@ -28,58 +27,28 @@ def deal(order, wave, block, blocks, heads, tiles):
     tiles   query tiles of a head
     All are integers, of Python or of TIR; the result is a permutation of the heads * tiles tiles over waves and blocks.
     """
-    total, turned = heads * tiles, _select(_mod(wave, 2), blocks - 1 - block, block)
+    total, turned = heads * tiles, select(remainder(wave, 2), blocks - 1 - block, block)
     if order == TO_AND_FRO:
         return wave * blocks + turned
-    waves = _div(total + blocks - 1, blocks)
-    pairs = _min(_max(_div(waves - LAST_WAVES, 2), 0), _div(_div(heads, 2) * tiles, blocks))  # of a block
-    number = _div(wave, 2) * blocks + block
-    head, shorter = _div(number, tiles) * 2, _mod(number, tiles)
-    pair = _select(_mod(wave, 2), (head + 2) * tiles - 1 - shorter, head * tiles + shorter)
+    waves = divide(total + blocks - 1, blocks)
+    pairs = minimum(maximum(divide(waves - LAST_WAVES, 2), 0), divide(divide(heads, 2) * tiles, blocks))  # of a block
+    number = divide(wave, 2) * blocks + block
+    head, shorter = divide(number, tiles) * 2, remainder(number, tiles)
+    pair = select(remainder(wave, 2), (head + 2) * tiles - 1 - shorter, head * tiles + shorter)
 
     # What the pairs leave: whole heads, and of the two before them the tiles that are not in pairs yet, `begun` of either are. Sorted, the
     # tiles of one length stand side by side: first and last that of one of the two and of each whole head, in between of both or none.
-    first, begun = _div(pairs * blocks, tiles) * 2, _mod(pairs * blocks, tiles)
-    near, far = _min(begun, tiles - begun), _max(begun, tiles - begun)
-    whole = heads - first - _select(_less(0, begun), 2, 0)
-    outer, inner = whole + 1, _select(_less(begun, far), heads - first, whole)
+    first, begun = divide(pairs * blocks, tiles) * 2, remainder(pairs * blocks, tiles)
+    near, far = minimum(begun, tiles - begun), maximum(begun, tiles - begun)
+    whole = heads - first - select(less(0, begun), 2, 0)
+    outer, inner = whole + 1, select(less(begun, far), heads - first, whole)
     place = (wave - pairs * 2) * blocks + turned
     middle = place - near * outer
     end = middle - (far - near) * inner
-    outside = _select(_less(middle, 0), place, _max(end, 0))
-    inside, beside = _max(middle, 0), _mod(outside, outer)
-    long = (first + 1 + beside) * tiles + _div(outside, outer)
-    short = (first + beside + _min(beside, 1)) * tiles + far + _div(outside, outer)
-    between = (heads - inner + _mod(inside, _max(inner, 1))) * tiles + near + _div(inside, _max(inner, 1))
-    last = _select(_less(middle, 0), long, _select(_less(end, 0), between, short))
-    return _select(_less(wave, pairs * 2), pair, _select(_less(place, total - pairs * 2 * blocks), last, total))
-
-
-def _symbolic(*values):
-    return any(isinstance(value, tvm.ir.Expr) for value in values)
-
-
-def _div(a, b):
-    return tirx.truncdiv(a, b) if _symbolic(a, b) else a // b
-
-
-def _mod(a, b):
-    return tirx.truncmod(a, b) if _symbolic(a, b) else a % b
-
-
-def _max(a, b):
-    return tirx.max(a, b) if _symbolic(a, b) else max(a, b)
-
-
-def _min(a, b):
-    return tirx.min(a, b) if _symbolic(a, b) else min(a, b)
-
-
-def _less(a, b):
-    return tirx.LT(a, b) if _symbolic(a, b) else int(a < b)
-
-
-def _select(condition, then, other):
-    if not _symbolic(condition, then, other):
-        return then if condition else other
-    return tirx.Select(condition if str(condition.ty) == "bool" else condition > 0, then, other)
+    outside = select(less(middle, 0), place, maximum(end, 0))
+    inside, beside = maximum(middle, 0), remainder(outside, outer)
+    long = (first + 1 + beside) * tiles + divide(outside, outer)
+    short = (first + beside + minimum(beside, 1)) * tiles + far + divide(outside, outer)
+    between = (heads - inner + remainder(inside, maximum(inner, 1))) * tiles + near + divide(inside, maximum(inner, 1))
+    last = select(less(middle, 0), long, select(less(end, 0), between, short))
+    return select(less(wave, pairs * 2), pair, select(less(place, total - pairs * 2 * blocks), last, total))

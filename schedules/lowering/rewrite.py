@@ -52,17 +52,25 @@ def _mask_hint(stmt):
     return None
 
 
-def _threshold(condition, var):
-    """T where the condition holds exactly for var >= T; None where it has no such form."""
+def _bounds(condition, var):
+    """(A, B) where the condition holds exactly for A <= var < B, with None for an end that is open; None where it has no such form."""
     ana = Analyzer()
+    if isinstance(condition, tirx.And):
+        parts = [_bounds(part, var) for part in (condition.a, condition.b)]
+        if None in parts or not all(None in pair for pair in zip(*parts)):  # each may give one end
+            return None
+        return tuple(next((end for end in pair if end is not None), None) for pair in zip(*parts))
     difference = {"GE": lambda a, b: a - b, "GT": lambda a, b: a - b - 1, "LE": lambda a, b: b - a, "LT": lambda a, b: b - a - 1}
     form = difference.get(type(condition).__name__)
     if form is None:
         return None
-    expr = form(condition.a, condition.b)
+    expr = form(condition.a, condition.b)  # the condition holds where this is not negative
     at_zero = substitute(expr, {var: tirx.IntImm("int32", 0)})
-    slope = ana.simplify(expr - at_zero - var)
-    return ana.simplify(0 - at_zero) if isinstance(slope, tirx.IntImm) and int(slope) == 0 else None
+    for slope, ends in ((1, lambda: (ana.simplify(0 - at_zero), None)), (-1, lambda: (None, ana.simplify(at_zero + 1)))):
+        rest = ana.simplify(expr - at_zero - slope * var)
+        if isinstance(rest, tirx.IntImm) and int(rest) == 0:
+            return ends()
+    return None
 
 
 def _resolve_hints(stmt, branch):
@@ -72,23 +80,32 @@ def _resolve_hints(stmt, branch):
 
 @function_pass("flashtir.SplitMaskedTiles")
 def split_masked_tiles(func):
-    """Cut the loop over key tiles at the first tile that needs no mask, and resolve the mask's `if` in both parts.
+    """Cut the loop over key tiles where tiles begin, and end, to need no mask, and resolve the mask's `if` in all parts.
 
     TVM's LoopPartition does not clip its first part to a symbolic extent: with one trip too few a tile would run twice.
     """
     def cut(loop):
         hints = []
         tvm_ffi.structural_walk(loop.body, (tirx.IfThenElse, lambda node: hints.append(_mask_hint(node))))
-        thresholds = (_threshold(condition, loop.loop_var) for condition in hints if condition is not None)
-        at = next((threshold for threshold in thresholds if threshold is not None), None)
-        if at is None or loop.kind != tirx.ForKind.SERIAL:
+        found = (_bounds(condition, loop.loop_var) for condition in hints if condition is not None)
+        bounds = next((ends for ends in found if ends is not None), None)
+        if bounds is None or loop.kind != tirx.ForKind.SERIAL:
             return loop
-        zero = tirx.IntImm("int32", 0)
-        at = Analyzer().simplify(tirx.max(tirx.min(at - loop.min, loop.extent), zero))
 
-        def part(start, extent, branch):
-            return tirx.For(loop.loop_var, start, extent, loop.kind, _resolve_hints(loop.body, branch), None, loop.annotations, loop.step)
-        return tirx.SeqStmt([part(loop.min, at, "else_case"), part(loop.min + at, loop.extent - at, "then_case")])
+        def clipped(end, least):
+            return Analyzer().simplify(tirx.max(tirx.min(end - loop.min, loop.extent), least))
+
+        def part(start, end, branch):
+            body = _resolve_hints(loop.body, branch)
+            return tirx.For(loop.loop_var, loop.min + start, end - start, loop.kind, body, None, loop.annotations, loop.step)
+        first, last = bounds
+        zero = tirx.IntImm("int32", 0)
+        first = zero if first is None else clipped(first, zero)
+        parts = [part(zero, first, "else_case")]
+        if last is None:
+            return tirx.SeqStmt([*parts, part(first, loop.extent, "then_case")])
+        last = clipped(last, first)
+        return tirx.SeqStmt([*parts, part(first, last, "then_case"), part(last, loop.extent, "else_case")])
 
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, cut), order="pre"))
 

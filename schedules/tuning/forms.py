@@ -9,7 +9,7 @@ def symbolic_form(space):
 
 
 def static_form(symbolic, workload, shape):
-    """The same at fixed sizes and the default scale: MetaSchedule's search key cannot have variables.
+    """The same at fixed sizes, the default scale and the shape's mask: MetaSchedule's search key cannot have variables.
 
     An attribute of the function holds every loop and block once more. A Schedule shares the module that it starts from, and TVM 0.27
     changes a loop or block in place if it is held once, by a sequence or a realize statement that is shared itself: without the
@@ -18,7 +18,9 @@ def static_form(symbolic, workload, shape):
     func = symbolic["main"]
     buffers = {param: tirx.decl_buffer(size, param.dtype, name=param.name, data_alignment=param.data_alignment)
                for param, size in zip(func.params, shape.tensors(workload))}
-    fixed = func.specialize({**buffers, func.params[-1]: tirx.FloatImm("float32", workload.head_dim**-0.5)})
+    scale, *arguments = func.params[len(buffers):]
+    numbers = {name: tirx.IntImm("int32", value) for name, value in zip(arguments, shape.mask)}
+    fixed = func.specialize({**buffers, scale: tirx.FloatImm("float32", workload.head_dim**-0.5), **numbers})
     return tvm.IRModule({"main": fixed.with_attr("flashtir.parts", loops_and_blocks(fixed.body))})
 
 

@@ -1,10 +1,12 @@
 """The gate: is a kernel right? Asked before it is timed, since nothing else in MetaSchedule looks at results and a wrong kernel is fast."""
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import tvm
 
 from te_defs import reference
+from te_defs.masks import MASKS
 from te_defs.workload import Shape
 
 #: (shape, scale as a multiple of 1 / sqrt(D)): ragged lengths, grouped heads, more queries than keys (rows without keys under a causal
@@ -30,25 +32,28 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs on the device, the scale, and the float64 answer with the error that it allows."""
+    """Inputs on the device, scale and mask arguments, and the float64 answer with the errors that it allows."""
 
     shape: Shape
     inputs: tuple
     scale: float
+    mask: tuple
     out: np.ndarray
     lse: np.ndarray
     bound: float
+    lse_bound: float
 
 
 def cases(workload, device, seed=0, shapes=SHAPES):
-    """The gate's cases for a workload, inputs on `device`."""
+    """The gate's cases for a workload, inputs on `device`; with its mask's samples in turn, those that tiles see the edges of first."""
+    first, *others = MASKS[workload.mask].samples
     made = []
-    for shape, factor in shapes:
+    for (shape, factor), mask in zip(shapes, itertools.cycle((*others, first))):
         q, k, v = reference.make_inputs(workload, shape, seed)
         scale = float(np.float32(factor * workload.head_dim**-0.5))
-        out, lse = reference.forward(workload, q, k, v, scale)
-        bound = reference.tolerance(workload, q, k, v, scale, answer=out)
-        made.append(Case(shape, tuple(tvm.runtime.tensor(x, device) for x in (q, k, v)), scale, out, lse, bound))
+        out, lse = reference.forward(workload, q, k, v, scale, mask)
+        bounds = reference.tolerance(workload, q, k, v, scale, out, mask), reference.lse_tolerance(workload, q, k, scale, lse, mask)
+        made.append(Case(shape, tuple(tvm.runtime.tensor(x, device) for x in (q, k, v)), scale, mask, out, lse, *bounds))
     return tuple(made)
 
 
@@ -76,7 +81,7 @@ class Output:
 def check(kernel, workload, made, device, twin=None):
     """Largest error of O over the cases; Refused at the first that is wrong or differs from run to run.
 
-    kernel  function (q, k, v, out, lse, scale) for scales from zero up
+    kernel  function (q, k, v, out, lse, scale, the mask's arguments) for scales from zero up
     made    what `cases` returned
     twin    the same for scales below zero; where it is None, so are those cases
     """
@@ -89,10 +94,10 @@ def check(kernel, workload, made, device, twin=None):
         out, lse = Output(out_shape, reference.numpy_dtype(workload), device), Output(lse_shape, np.float32, device)
         runs = []
         for _ in range(2):
-            function(*case.inputs, out.tensor(), lse.tensor(), case.scale)
+            function(*case.inputs, out.tensor(), lse.tensor(), case.scale, *case.mask)
             device.sync()
             runs.append((out.numpy(), lse.numpy()))
-        wrong = reference.mismatch(*runs[0], case.out, case.lse, case.bound)
+        wrong = reference.mismatch(*runs[0], case.out, case.lse, case.bound, case.lse_bound)
         if wrong is not None:
             raise Refused(f"{wrong} (N = {case.shape.q_len}, M = {case.shape.kv_len})")
         if any(first.tobytes() != second.tobytes() for first, second in zip(*runs)):

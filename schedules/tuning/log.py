@@ -78,7 +78,7 @@ class Log:
         if data is None:
             return {}, {}
         told, wanted = ([each.get(name) for name in ("schema", "workload", "arch", "shape")]
-                        for each in (data, {**self._head(), "shape": asdict(shape)}))
+                        for each in (data, {**self._head(), "shape": data_of(shape)}))
         if told != wanted:
             raise ForeignLog(f"{path} must be of {wanted}, found {told}: name that --length, or another --logs folder")
         outcomes = {}
@@ -94,7 +94,7 @@ class Log:
 
     def write_measured(self, outcomes, declarations, shape):
         """Keep the outcomes, one line each."""
-        head = {**self._head(), "shape": asdict(shape), "declarations": declarations,
+        head = {**self._head(), "shape": data_of(shape), "declarations": declarations,
                 "fields": {family: [field.name for field in fields(plan)] for family, plan in outcomes}}
         lines = [json.dumps([family, list(astuple(plan)), *_trimmed(astuple(outcome))]) for (family, plan), outcome in outcomes.items()]
         write_text(self.path / MEASURED, json.dumps(head)[:-1] + ', "plans": [\n' + ",\n".join(lines) + "\n]}\n")
@@ -183,8 +183,17 @@ def read_json(path):
 
 
 def shape_of(data):
-    """Shape from its dict."""
-    return Shape(**data)
+    """Shape from what `data_of` made of it; TypeError or ValueError where it is something else."""
+    shape = Shape(**{**data, "mask": tuple(data.get("mask", ()))})
+    if any(type(size) is not int for size in (*astuple(shape)[:-1], *shape.mask)):
+        raise TypeError("sizes are whole numbers")
+    return shape
+
+
+def data_of(shape):
+    """A Shape as data for JSON; one whose mask has no arguments says nothing of them."""
+    data = asdict(shape)
+    return {**data, "mask": list(shape.mask)} if data.pop("mask") else data
 
 
 def write_text(path, text):

@@ -2,6 +2,7 @@
 from dataclasses import asdict, fields
 
 from schedules.tuning.database import write_database
+from schedules.tuning.log import data_of
 from te_defs.workload import flops
 
 
@@ -34,6 +35,6 @@ def conclude(log, session, shape, run, winner, device, about):
                 "declaration": session.declarations[space.name]}
     refused = sum(outcome.refused is not None for outcome in session.known.values())
     log.write_run({
-        "workload": log.workload.name, "arch": log.arch.name, "device": device, "shape": asdict(shape), "best": best,
+        "workload": log.workload.name, "arch": log.arch.name, "device": device, "shape": data_of(shape), "best": best,
         "trials": len(session.known), "refused": refused,
         "sessions": [*(run or {}).get("sessions", ()), {"trials": session.tried, "refused": session.refused, **about}]})

@@ -1,8 +1,7 @@
 """What the process at the device does: prove a kernel right, time it, let the last few duel. No PyTorch: NumPy and TVM's runtime.
 
 A kernel's speed depends on what the chip did before: one that was idle runs several per cent faster for a moment, one that never rests gets
-so hot and slow that the plan wins which takes the least power. Timings here are therefore made like those of `scripts.bench`: a rest after
-untimed calls, and then as many calls as its measurements have.
+so hot and slow that the plan wins which takes the least power. So timings here have the rests and lengths of those of `scripts.bench`.
 """
 import random
 import signal
@@ -125,8 +124,9 @@ def _many_tiles(setting, device):
 
 
 def _arguments(setting, device):
-    """Seeded inputs, outputs and scale of the timed shape."""
+    """Seeded inputs, outputs, scale and mask of the timed shape."""
     dtype = reference.numpy_dtype(setting.workload).name
     *_, out, lse = setting.shape.tensors(setting.workload)
     inputs = (tvm.runtime.tensor(x, device) for x in reference.make_inputs(setting.workload, setting.shape, seed=1))
-    return (*inputs, tvm.runtime.empty(out, dtype, device), tvm.runtime.empty(lse, "float32", device), setting.workload.head_dim**-0.5)
+    return (*inputs, tvm.runtime.empty(out, dtype, device), tvm.runtime.empty(lse, "float32", device),
+            setting.workload.head_dim**-0.5, *setting.shape.mask)

@@ -1,0 +1,157 @@
+"""Masks beside full and causal, from the declaration to the call: numbers, tiles that are skipped, code that compiles, arguments."""
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm.target import codegen
+
+from schedules.arch import cpu_arch, cuda_arch
+from schedules.artefact.cases import check_cases
+from schedules.build import KERNEL, NEGATIVE_SCALE_KERNEL, build, build_plan, schedule
+from schedules.families import cpu, mma, simt, wgmma
+from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
+from scripts.kernels import build_artefact
+from te_defs import reference
+from te_defs.flash_attention import flash_attention_forward
+from te_defs.masks import MASKS
+from te_defs.workload import Shape, Workload
+from tests.numbers import RAGGED, run, verdict
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+HERE = cpu_arch(codegen.llvm_get_system_cpu(), 512, 2)
+OTHERS = [mask for mask in MASKS if mask not in ("full", "causal")]
+#: So long that windows skip key tiles at both ends.
+LONG = Shape(1, 2, 1, 300, 410)
+WINDOW = Workload(64, 64, "float32", "window")
+
+
+@pytest.mark.parametrize("mask", OTHERS)
+class TestNumbers:
+    @pytest.mark.parametrize("case", [*RAGGED, "long"])
+    def test_on_the_cpu(self, on_cpu, mask, case):
+        workload = Workload(64, 64, "float32", mask)
+        assert verdict(on_cpu(workload)[KERNEL], workload, *RAGGED.get(case, (LONG, 1.0))) is None
+
+    def test_of_the_twin(self, on_cpu, mask):
+        workload = Workload(64, 64, "float32", mask)
+        assert verdict(on_cpu(workload)[NEGATIVE_SCALE_KERNEL], workload, LONG, -1.5) is None
+
+    @pytest.mark.parametrize("family, plan", [(mma, mma.MmaPlan(q_tile=64, kv_tile=32, warps=2)), (simt, None),
+                                              (wgmma, wgmma.WgmmaPlan(q_tile=64, kv_tile=64))], ids=["mma", "simt", "wgmma"])
+    def test_of_cuda_stages_up_to_the_first_bind(self, mask, family, plan):
+        workload = Workload(64, 64, "float32" if family is simt else "float16", mask)
+        stages = [stage.__name__ for stage in family.STAGES].index(family.BINDS_AT)
+        function = tvm.compile(schedule(family, workload, plan or family.default_plan(workload, cuda_arch("sm_80")), stages).mod, "llvm")
+        for case in ("ragged", "few_keys", "no_keys"):
+            assert verdict(function, workload, *RAGGED[case]) is None
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    """Function workload -> module of the cpu family's seed, each built once."""
+    known = {}
+
+    def make(workload):
+        if workload not in known:
+            known[workload] = build_plan(cpu, workload, cpu.default_plan(workload, HERE), HERE)
+        return known[workload]
+    return make
+
+
+class TestSkippedTiles:
+    """A key tile that no row of a query tile sees is not read: what stands there changes nothing, not even NaN."""
+
+    def test_outside_a_window(self):
+        workload, kv_tile = Workload(32, 32, "float32", "window"), 16
+        function = tvm.compile(flash_attention_forward(workload, 32, kv_tile), "llvm")
+        q, k, v = reference.make_inputs(workload, Shape(1, 1, 1, 128, 128))
+        clean = run(function, workload, (q, k, v), 0.2, (10, 3))
+        k[:, :16], v[:, :16], k[:, 80:], v[:, 80:] = np.nan, np.nan, np.nan, np.nan
+        out, lse = run(function, workload, (q, k, v), 0.2, (10, 3))
+        rows = slice(32, 64)  # one query tile: its rows see keys from 22 to 66, in key tiles from 16 to 80
+        np.testing.assert_array_equal(out[:, rows], clean[0][:, rows])
+        np.testing.assert_array_equal(lse[..., rows], clean[1][..., rows])
+
+
+@pytest.mark.parametrize("mask", OTHERS)
+@pytest.mark.parametrize("family, dtype, arch, dims", [
+    (mma, "float16", "sm_80", (64, 128)), (wgmma, "float16", "sm_90a", (64, 96, 128, 256)), (simt, "float32", "sm_80", (64,))],
+    ids=["mma", "wgmma", "simt"])
+def test_seeds_compile(toolkit, family, dtype, arch, dims, mask):
+    if family is simt and mask != "window":
+        pytest.skip("one will do, nvcc takes long over it")
+    for dim in dims:
+        workload, row = Workload(dim, dim, dtype, mask), cuda_arch(arch)
+        plan = family.default_plan(workload, row)
+        with cuda_compiler(toolkit, (arch,), CudaOptions(**family.compiler_options(plan))) as log:
+            build(schedule(family, workload, plan).mod, family, row)
+        assert log.last.warnings == ()
+        assert family is not wgmma or log.last.most("spill_store_bytes") == 0
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Path of an artefact of the window mask for this CPU."""
+    path = tmp_path_factory.mktemp("masks") / "window.so"
+    return build_artefact("cpu", WINDOW, cpu.default_plan(WINDOW, HERE), HERE, path)
+
+
+class TestArguments:
+    @pytest.fixture
+    def call(self, exported):
+        """Function (*arguments of the mask) -> (out, lse) of one call, or its error."""
+        forward = tvm_ffi.load_module(str(exported)).flash_attention_forward
+        inputs = reference.make_inputs(WINDOW, Shape(1, 2, 1, 20, 30))
+
+        def make(*mask):
+            out, lse = np.full((1, 20, 2, 64), np.nan, "float32"), np.full((1, 2, 20), np.nan, "float32")
+            try:
+                forward(*inputs, out, lse, 0.125, *mask)
+            except (TypeError, ValueError) as error:
+                assert np.isnan(out).all() and np.isnan(lse).all()
+                raise error
+            return out, lse
+        return make
+
+    @pytest.mark.parametrize("mask", [(5, 2), (0, 0), (1000, 0)])
+    def test_reach_the_kernel(self, call, mask):
+        inputs = reference.make_inputs(WINDOW, Shape(1, 2, 1, 20, 30))
+        out, lse = reference.forward(WINDOW, *inputs, mask=mask)
+        assert reference.mismatch(*call(*mask), out, lse, reference.tolerance(WINDOW, *inputs, answer=out, mask=mask)) is None
+
+    def test_beyond_all_lengths_they_mean_the_same(self, call):
+        for found, wanted in zip(call(2**62, 2**31), call(50, 50)):
+            np.testing.assert_array_equal(found, wanted)
+
+    @pytest.mark.parametrize("mask, message", [
+        ((), "found 6 arguments, wanted 8: q, k, v, out, lse, scale, left, right"), ((3,), "found 7 arguments, wanted 8"),
+        ((3, 4, 5), "found 9 arguments, wanted 8"), ((2.0, 1), "left is a float, wanted an int"),
+        ((1, None), "right is None, wanted an int"),
+        ((-1, 0), "left is -1, wanted a number of keys, zero or more"), ((0, -7), "right is -7, wanted a number of keys, zero or more")])
+    def test_that_are_none_are_refused(self, call, mask, message):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(*mask)
+
+    def test_are_told_by_the_manifest(self, exported):
+        manifest = json.loads(tvm_ffi.load_module(str(exported)).flash_attention_manifest())
+        assert manifest["signature"] == "flash_attention_forward(q, k, v, out, lse, scale, left, right)"
+        assert manifest["mask_arguments"] == [["left", 1023], ["right", 0]]
+
+    def test_run_times_those_that_it_is_given(self, exported):
+        command = [sys.executable, "-m", "scripts.run", str(exported), "--lengths", "64", "--repeat", "1", "--mask"]
+        done = subprocess.run([*command, "9", "4"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and "length 64, left 9, right 4: " in done.stdout and "11 of 11 check cases passed" in done.stdout
+        short = subprocess.run([*command, "9"], cwd=ROOT, capture_output=True, text=True)
+        assert short.returncode == 1 and "--mask takes left, right here, found 1 numbers: correct it" in short.stderr
+
+    def test_check_cases_try_several(self):
+        assert {case.mask for case in check_cases(WINDOW)} == set(MASKS["window"].samples)
+        assert {case.mask for case in check_cases(replace(WINDOW, mask="causal"))} == {()}

@@ -23,7 +23,8 @@ def sdpa(backend=None):
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
-        q, k, v, causal = *_heads_outside(q, k, v), _one_of({"full": False, "causal": True}, mask)
+        causal = _one_of({"full": False, "causal": True}, mask)
+        q, k, v = _heads_outside(q, k, v)
 
         # causal is aligned top-left there, which is the same for the equal lengths of a benchmark.
         @torch.no_grad()

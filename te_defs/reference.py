@@ -79,52 +79,70 @@ def backward(workload, dout, q, k, v, out, lse, scale=None, mask=()):
     return dq, *(x.reshape(b, m, g, group, x.shape[-1]).sum(axis=3) for x in (dk, dv))
 
 
-def _plain_softmax(workload, q, k, scale, mask):
-    """`_softmax` of scores that are summed in float32."""
-    q, k = (x.astype(np.float32) for x in (q, k))
+def _plain(workload, q, k, v, scale, mask):
+    """(O, LSE) of the yardstick."""
+    dtype = numpy_dtype(workload)
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
     scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
-    return _softmax(_scores(workload, q, k, scale, mask, _product_in_order))
+    p, row_sum, row_max = _softmax(_scores(workload, q, k, scale, mask, _product_in_order))
+    v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
+    out, row_sum, rounded = np.zeros((*q.shape[:3], v.shape[-1]), np.float32), np.zeros_like(row_sum), p.astype(dtype).astype(np.float32)
+    for j in range(k.shape[1]):
+        out += rounded[..., j].swapaxes(1, 2)[..., None] * v[:, j, None]
+        row_sum += p[..., j, None]
+    row_sum = np.where(row_sum == 0, 1, row_sum)
+    return (out / row_sum[..., 0].swapaxes(1, 2)[..., None]).astype(dtype), (row_max + np.log(row_sum))[..., 0]
 
 
 def plain(workload, q, k, v, scale=None, mask=()):
-    """The yardstick: plain attention that reads the input type, sums in float32 and rounds P and O to the input type."""
-    dtype = numpy_dtype(workload)
-    p, row_sum, _ = _plain_softmax(workload, q, k, scale, mask)
-    v = v.astype(np.float32)
+    """The yardstick: plain attention that reads the input type, sums in float32, in order, and rounds P and O to the input type."""
+    return _plain(workload, q, k, v, scale, mask)[0]
+
+
+def _errors_of_rounding(workload, q, k, v, out, scale, mask):
+    """Errors of O [B, N, H, DV] and LSE [B, H, N] to first order, where float32 rounds each step once: the sums of a score and of O by the
+    sum of their products' magnitudes, the scaled score, P, and P times a value. By errors of the scores O is off by the sum over keys of
+    p * off * (v - O), which Cauchy and Schwarz bound by two sums of products."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    scale, step = q.shape[-1] ** -0.5 if scale is None else scale, np.finfo(np.float32).eps / 2
+    s = _scores(workload, q, k, scale, mask)
+    p, row_sum, _ = _softmax(s)
+    p /= np.where(row_sum == 0, 1, row_sum)
+    off = step * (abs(scale) * _product(abs(q), abs(k)) + np.where(np.isneginf(s), 0, abs(s)) + 1)
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
-    out = np.einsum("bhij,bjhc->bihc", p.astype(dtype).astype(np.float32), v)
-    return (out / np.where(row_sum == 0, 1, row_sum)[..., 0].swapaxes(1, 2)[..., None]).astype(dtype)
+    spread = np.sqrt(np.maximum(np.einsum("bhij,bjhc->bihc", p, v**2) - out**2, 0))
+    by_scores = np.sqrt((p * off**2).sum(axis=-1)).swapaxes(1, 2)[..., None] * spread
+    return by_scores + 2 * step * np.einsum("bhij,bjhc->bihc", p, abs(v)), (p * off).sum(axis=-1)
 
 
-def tolerance(workload, q, k, v, scale=None, answer=None, mask=()):
-    """Largest error that O may have: twice that of `plain` on the same inputs plus one rounding step of the output type.
-
-    answer  the float64 O, where it is already known.
-    """
-    exact = forward(workload, q, k, v, scale, mask)[0] if answer is None else answer
-    if exact.size == 0:
-        return 0.0
-    error = np.abs(plain(workload, q, k, v, scale, mask).astype(np.float64) - exact).max()
-    return float(2 * error + ml_dtypes.finfo(numpy_dtype(workload)).eps * np.abs(exact).max())
-
-
-#: LSE is float32 whatever the inputs: it may be off by so much, relative to its size but at least absolute, ...
+#: LSE is float32 whatever the inputs are: it may be off by so much more than twice its yardstick.
 LSE_TOLERANCE = 2e-5
 
 
-def lse_tolerance(workload, q, k, scale, lse_answer, mask=()):
-    """... and by twice what plain float32 sums are off: much, where large products cancel to a small score that stands alone."""
-    p, row_sum, row_max = _plain_softmax(workload, q, k, scale, mask)
-    seen = ~np.isneginf(lse_answer)
-    lse = (row_max + np.log(np.where(row_sum == 0, 1, row_sum)))[..., 0].astype(np.float64)
-    error = np.abs(lse - np.where(seen, lse_answer, 0)) / np.maximum(np.abs(np.where(seen, lse_answer, 0)), 1)
-    return LSE_TOLERANCE + 2 * float(error.max(initial=0, where=seen))
+def tolerances(workload, q, k, v, scale=None, mask=(), answers=None):
+    """(largest error that O may have, largest error of LSE relative to the size of LSE but at least absolute).
+
+    That of O is twice that of `plain` on the same inputs plus one rounding step of the output type, that of LSE twice that of `plain` plus
+    LSE_TOLERANCE. Where few scores matter `plain` may round well by luck: what rounding does anyhow is allowed in any case.
+
+    answers  (O, LSE) in float64, where they are already known
+    """
+    out, lse = forward(workload, q, k, v, scale, mask) if answers is None else answers
+    if out.size == 0:
+        return 0.0, LSE_TOLERANCE
+    plain_out, plain_lse = _plain(workload, q, k, v, scale, mask)
+    of_out, of_lse = _errors_of_rounding(workload, q, k, v, out, scale, mask)
+    seen = ~np.isneginf(lse)
+    lse = np.where(seen, lse, 0)
+    error = max(2 * np.abs(plain_out.astype(np.float64) - out).max(), of_out.max())
+    lse_error = (np.maximum(2 * np.abs(plain_lse - lse), of_lse) / np.maximum(np.abs(lse), 1)).max(initial=0, where=seen)
+    return float(error + ml_dtypes.finfo(numpy_dtype(workload)).eps * np.abs(out).max()), LSE_TOLERANCE + float(lse_error)
 
 
 def mismatch(out, lse, answer, lse_answer, bound, lse_bound=LSE_TOLERANCE):
     """None where (out, lse) pass, else one sentence that says where they are furthest off. The only judge of results.
 
-    bound and lse_bound are `tolerance` and `lse_tolerance` of the same inputs. Rows without keys must be exactly 0 and -inf.
+    bound and lse_bound are the `tolerances` of the same inputs. Rows without keys must be exactly 0 and -inf.
     """
     if out.size == 0:
         return None

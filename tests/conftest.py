@@ -14,6 +14,7 @@ GOLDEN = Path(__file__).with_name("golden")
 def pytest_addoption(parser):
     group = parser.getgroup("flashtir")
     group.addoption("--gpu", action="store_true", help="a GPU must be there: tests that need one fail without it, instead of being skipped")
+    group.addoption("--case", type=int, default=None, help="of the random calls in tests/conformance, make only the one of this number")
     group.addoption("--update-golden", action="store_true", help="write the figures in tests/golden anew instead of comparing with them")
     group.addoption("--update-nests", action="store_true", help="write the loop nests in the docstrings of stages anew")
 

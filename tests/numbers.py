@@ -19,12 +19,12 @@ RAGGED = {
 }
 
 
-def run(function, workload, inputs, scale, mask=()):
+def run(function, workload, inputs, scale, mask=(), device=None):
     """(out, lse) of a compiled function (q, k, v, out, lse, scale, the mask's arguments); the outputs hold NaN before."""
     q, k, v = inputs
     out = np.full((*q.shape[:3], v.shape[-1]), np.nan, np.float32).astype(reference.numpy_dtype(workload))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
-    arguments = [tvm.runtime.tensor(array) for array in (q, k, v, out, lse)]
+    arguments = [tvm.runtime.tensor(array, device) for array in (q, k, v, out, lse)]
     function(*arguments, float(scale), *mask)
     return arguments[3].numpy(), arguments[4].numpy()
 
@@ -41,10 +41,8 @@ def verdict(function, workload, shape, scale_factor=1.0, seed=0):
     return next((f"{complaint} ({workload.mask})" for complaint in complaints if complaint), None)
 
 
-def verdict_on(function, workload, inputs, scale, mask=()):
+def verdict_on(function, workload, inputs, scale, mask=(), device=None):
     """The same on given inputs (Q, K, V) with these arguments of the mask."""
     answer, lse_answer = reference.forward(workload, *inputs, scale, mask)
-    out, lse = run(function, workload, inputs, scale, mask)
-    bounds = (reference.tolerance(workload, *inputs, scale, answer, mask),
-              reference.lse_tolerance(workload, *inputs[:2], scale, lse_answer, mask))
-    return reference.mismatch(out, lse, answer, lse_answer, *bounds)
+    out, lse = run(function, workload, inputs, scale, mask, device)
+    return reference.mismatch(out, lse, answer, lse_answer, *reference.tolerances(workload, *inputs, scale, mask, (answer, lse_answer)))

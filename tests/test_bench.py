@@ -172,16 +172,6 @@ class Tensor(np.ndarray):
         return np.linalg.norm(np.asarray(self))
 
 
-class Quiet:
-    """A tensor that may be laid out anew."""
-
-    def transpose(self, *_):
-        return self
-
-    def contiguous(self):
-        return self
-
-
 def data_with_our_result(workload, kind="cuda"):
     """Stand-in for TorchData after our kernel's turn: O is the reference's answer."""
     inputs = reference.make_inputs(workload, SHAPE)
@@ -243,7 +233,7 @@ class TestPeers:
         for name in ("torch", "torch.nn", "torch.nn.attention", "torch.nn.functional"):
             stand_in = SimpleNamespace(SDPBackend=None, sdpa_kernel=None, scaled_dot_product_attention=None)
             monkeypatch.setitem(sys.modules, name, stand_in)
-        data = SimpleNamespace(kind="cuda", shape=replace(SHAPE, mask=MASKS[mask].samples[0]), tensors=[Quiet()] * 5)
+        data = SimpleNamespace(kind="cuda", shape=replace(SHAPE, mask=MASKS[mask].samples[0]), tensors=[None] * 5)
         contestants, sentences = peers.admit([peers.CUDNN], replace(HALF, mask=mask), data)
         assert contestants == [] and sentences == [f"cuDNN is left out of {HALF.name.replace('causal', mask)}: it has no mask {mask}"]
 
@@ -251,7 +241,6 @@ class TestPeers:
         assert [peer.name for peer in peers.FASTEST] == ["FlashAttention-2", "cuDNN", "FlashAttention-4", "FlexAttention"]
         names = {kind: [peer.name for peer in default] for kind, default in peers.BY_DEFAULT.items()}
         assert names == {"cuda": ["FlashAttention-2", "cuDNN", "efficient"], "cpu": ["PyTorch"]}
-
 
     def test_versions(self, monkeypatch):
         monkeypatch.setattr(peers.metadata, "version", lambda name: f"that of {name}")

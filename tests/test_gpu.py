@@ -8,10 +8,11 @@ from schedules.arch import arch_of_capability
 from schedules.artefact.export import export_artefact
 from schedules.artefact.variant import variant_of
 from schedules.build import build_plan
-from schedules.families import mma, wgmma
+from schedules.families import mma, simt, wgmma
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.registry import FAMILIES, takers
 from te_defs import reference
+from te_defs.masks import MASKS
 from te_defs.workload import Shape, Workload
 from tests.numbers import RAGGED
 
@@ -20,7 +21,11 @@ WORKLOADS = [Workload(d, d, dtype, mask) for d in (64, 128) for dtype in ("float
 #: Head dimensions that wgmma alone has on tensor cores.
 WIDE = [Workload(d, dv, dtype, mask) for d, dv in ((96, 96), (192, 128), (256, 256)) for dtype in ("float16", "bfloat16")
         for mask in ("full", "causal")]
-CASES = [(family, workload) for family in FAMILIES if family.NAME != "cpu" for workload in WORKLOADS] + [(wgmma, it) for it in WIDE]
+MASKED = [(family, Workload(d, d, dtype, mask)) for mask in MASKS if mask not in ("full", "causal") for family, d, dtype in (
+    (simt, 64, "float32"), (mma, 64, "float16"), (mma, 128, "bfloat16"), (wgmma, 64, "float16"), (wgmma, 96, "bfloat16"),
+    (wgmma, 128, "float16"), (wgmma, 256, "float16"))]
+CASES = [(family, workload) for family in FAMILIES if family.NAME != "cpu" for workload in WORKLOADS]
+CASES += [(wgmma, workload) for workload in WIDE] + MASKED
 HALVES = [workload for workload in WORKLOADS + WIDE if workload.dtype == "float16"]
 LONG, CAUSAL = Workload(128, 128, "float16", "full"), Workload(128, 128, "float16", "causal")
 SHAPES = {**RAGGED, "long": (Shape(1, 2, 1, 1000, 1500), 1.0), "odd_group": (Shape(2, 5, 1, 130, 61), 1.0),
@@ -79,25 +84,27 @@ def forward(arch, built, linked):
     return make
 
 
-def run(function, workload, inputs, scale):
+def run(function, workload, inputs, scale, mask=()):
     """(out, lse) from the GPU; the outputs hold NaN before."""
     q, k, v = inputs
     out = np.full((*q.shape[:3], v.shape[-1]), np.nan, reference.numpy_dtype(workload))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
     arguments = [tvm.runtime.tensor(array, tvm.cuda(0)) for array in (q, k, v, out, lse)]
-    function(*arguments, scale)
+    function(*arguments, scale, *mask)
     return arguments[3].numpy(), arguments[4].numpy()
 
 
 def check(function, workload, shape, factor=1.0):
-    """The numbers are right, and the same bits come again."""
+    """The numbers are right, with all samples of the mask, and the same bits come again."""
     inputs = reference.make_inputs(workload, shape)
     scale = float(np.float32(factor * workload.head_dim**-0.5))
-    answer, lse_answer = reference.forward(workload, *inputs, scale)
-    out, lse = run(function, workload, inputs, scale)
-    assert reference.mismatch(out, lse, answer, lse_answer, reference.tolerance(workload, *inputs, scale, answer)) is None
-    again = run(function, workload, inputs, scale)
-    assert out.tobytes() == again[0].tobytes() and lse.tobytes() == again[1].tobytes()
+    for mask in MASKS[workload.mask].samples:
+        answer, lse_answer = reference.forward(workload, *inputs, scale, mask)
+        bounds = reference.tolerances(workload, *inputs, scale, mask, (answer, lse_answer))
+        out, lse = run(function, workload, inputs, scale, mask)
+        assert reference.mismatch(out, lse, answer, lse_answer, *bounds) is None, mask
+        again = run(function, workload, inputs, scale, mask)
+        assert out.tobytes() == again[0].tobytes() and lse.tobytes() == again[1].tobytes()
 
 
 @pytest.mark.parametrize("case", SHAPES)
@@ -125,7 +132,7 @@ def hopper(arch):
 
 @pytest.mark.usefixtures("hopper")
 class TestWgmma:
-    @pytest.mark.parametrize("workload", HALVES, ids=name_of)
+    @pytest.mark.parametrize("workload", HALVES + [workload for family, workload in MASKED if family is wgmma], ids=name_of)
     def test_several_waves(self, forward, workload):
         check(forward(wgmma, workload), workload, WAVES)
 
@@ -191,9 +198,9 @@ class TestMoreThan31Bits:
         out, lse = run(function, LONG, inputs, 0.1)
         chosen = q[:, rows][:, :, self.HEADS_CHECKED], *(np.ascontiguousarray(x[:, :, self.HEADS_CHECKED]) for x in (k, v))
         answer, lse_answer = reference.forward(LONG, *chosen, 0.1)
-        bound = reference.tolerance(LONG, *chosen, 0.1, answer)
+        bounds = reference.tolerances(LONG, *chosen, 0.1, (), (answer, lse_answer))
         found = out[:, rows][:, :, self.HEADS_CHECKED], lse[:, self.HEADS_CHECKED][:, :, rows]
-        assert reference.mismatch(*found, answer, lse_answer, bound) is None
+        assert reference.mismatch(*found, answer, lse_answer, *bounds) is None
         assert not np.isnan(lse).any(), "rows that nobody has written"
 
     def test_queries_and_output(self, forward):

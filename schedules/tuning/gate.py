@@ -52,7 +52,7 @@ def cases(workload, device, seed=0, shapes=SHAPES):
         q, k, v = reference.make_inputs(workload, shape, seed)
         scale = float(np.float32(factor * workload.head_dim**-0.5))
         out, lse = reference.forward(workload, q, k, v, scale, mask)
-        bounds = reference.tolerance(workload, q, k, v, scale, out, mask), reference.lse_tolerance(workload, q, k, scale, lse, mask)
+        bounds = reference.tolerances(workload, q, k, v, scale, mask, (out, lse))
         made.append(Case(shape, tuple(tvm.runtime.tensor(x, device) for x in (q, k, v)), scale, mask, out, lse, *bounds))
     return tuple(made)
 

@@ -1,0 +1,69 @@
+"""Random calls, each drawn from its number alone, so that one which fails can be run again: `pytest tests/conformance --case 1234`."""
+from dataclasses import dataclass
+
+import numpy as np
+
+from te_defs import reference
+from te_defs.masks import MASKS
+from te_defs.workload import Shape, Workload
+
+#: Head dimensions that every family has, and types of elements.
+DIMS, DTYPES = ((64, 64), (128, 128)), ("float32", "float16", "bfloat16")
+#: Lengths around which tiles end, beside whatever is drawn up to MOST.
+LENGTHS, MOST = (0, 1, 2, 17, 63, 64, 65, 127, 128, 129), 300
+#: Scores of a case at most: the reference computes them all, in float64.
+SCORES = 120_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    scale  as a multiple of 1 / sqrt(D)
+    data   "normal", "large" (scores of thousands), "equal" (all keys of a head are one) or "tiny" (denormal in float16)
+    """
+
+    number: int
+    workload: Workload
+    shape: Shape
+    scale: float
+    data: str
+
+    def __str__(self):
+        return f"case {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), {self.data} data"
+
+    def inputs(self):
+        """(q, k, v) in the workload's type."""
+        q, k, v = reference.make_inputs(self.workload, self.shape, self.number)
+        if self.data == "large":
+            return q * q.dtype.type(30), k * k.dtype.type(30), v
+        if self.data == "tiny":
+            return q * q.dtype.type(2**-12), k * k.dtype.type(2**-12), v * v.dtype.type(2**-16)
+        if self.data == "equal":
+            k[:] = k[:, :1]
+        return q, k, v
+
+
+def case(number, workloads=None):
+    """The Case of a number; its workload is one of these, all where none are given."""
+    rng = np.random.default_rng([number, 2026])
+
+    def pick(choices):
+        return choices[rng.integers(len(choices))]
+
+    workload = pick(workloads or all_workloads())
+    group, kv_heads, batch = (int(pick(choices)) for choices in ((1, 1, 2, 3, 5, 7, 8), (1, 1, 2, 3), (1, 1, 1, 2, 3, 0)))
+    lengths = [int(pick(LENGTHS)) if rng.random() < 0.4 else int(rng.integers(1, MOST)) for _ in range(2)]
+    q_len, kv_len = (lengths[0], lengths[0]) if rng.random() < 0.25 else lengths
+    while batch * group * kv_heads * q_len * kv_len > SCORES:
+        group, kv_heads, batch = (group - 1, kv_heads, batch) if group > 1 else (1, max(kv_heads - 1, 1), 1)
+    sizes = tuple(int(rng.integers(0, MOST)) if rng.random() < 0.7 else int(pick((0, 1, 64, 128, 10_000)))
+                  for _ in MASKS[workload.mask].arguments())
+    shape = Shape(batch, group * kv_heads, kv_heads, q_len, kv_len, sizes)
+    scale, data = float(pick((1.0, 1.0, 1.0, 0.3, -1.0, -2.5, 0.0, 4.0))), pick(("normal",) * 5 + ("large", "equal", "tiny"))
+    return Case(number, workload, shape, scale, data)
+
+
+def all_workloads(dims=DIMS, dtypes=DTYPES):
+    """Every mask with each of these head dimensions and types."""
+    return [Workload(*pair, dtype, mask) for pair in dims for dtype in dtypes for mask in MASKS]

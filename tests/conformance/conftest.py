@@ -1,0 +1,69 @@
+"""What the rules are asked of: every family, as artefact where this machine can run it, else on llvm up to the stage that binds threads."""
+import pytest
+import tvm
+import tvm_ffi
+from tvm.target import codegen
+
+from schedules.arch import arch_of_capability, cpu_arch, cuda_arch
+from schedules.build import schedule
+from schedules.families import cpu, mma, simt, wgmma
+from scripts.kernels import build_artefact
+
+#: A chip that has each family, and a plan of small tiles, for where no GPU is.
+WITHOUT_GPU = {simt: ("sm_80", simt.SimtPlan(32, 32, 8, 8, 4)), mma: ("sm_80", mma.MmaPlan(q_tile=64, kv_tile=32, warps=2)),
+               wgmma: ("sm_90a", wgmma.WgmmaPlan(q_tile=64, kv_tile=64))}
+
+
+class Engine:
+    """Forward functions of one family.
+
+    name    the family's, and how it runs: "cpu", "mma on llvm", "mma on cuda"
+    device  that its tensors are on
+    """
+
+    def __init__(self, family, arch, folder, whole):
+        self.family, self.arch, self.folder, self.whole = family, arch, folder, whole
+        self.device = tvm.runtime.device(arch.kind if whole else "cpu", 0)
+        self.name = family.NAME if family is cpu else f"{family.NAME} on {'cuda' if whole else 'llvm'}"
+        self._known = {}
+
+    def declines(self, workload):
+        """Why it does not take a workload, or None."""
+        return self.family.decline(workload, self.arch)
+
+    def forward(self, workload):
+        """Function (q, k, v, out, lse, scale, the mask's arguments); built once each."""
+        if workload not in self._known:
+            self._known[workload] = (self._artefact if self.whole else self._stages)(workload)
+        return self._known[workload]
+
+    def _artefact(self, workload):
+        path = self.folder / f"{self.family.NAME}-{workload.name}.so"
+        build_artefact(self.family.NAME, workload, self.family.default_plan(workload, self.arch), self.arch, path)
+        return tvm_ffi.load_module(str(path)).flash_attention_forward
+
+    def _stages(self, workload):
+        _, plan = WITHOUT_GPU[self.family]
+        count = [stage.__name__ for stage in self.family.STAGES].index(self.family.BINDS_AT)
+        kernel, twin = (tvm.compile(schedule(self.family, workload, plan, count, negative_scale=negative).mod, "llvm")
+                        for negative in (False, True))
+        return lambda *arguments: (kernel if arguments[5] >= 0 else twin)(*arguments)
+
+
+def _id(param):
+    family, whole = param
+    return family.NAME if family is cpu else f"{family.NAME}-{'cuda' if whole else 'llvm'}"
+
+
+@pytest.fixture(scope="session", ids=_id, params=[(cpu, True), *((family, False) for family in WITHOUT_GPU), *(
+    pytest.param((family, True), marks=pytest.mark.gpu) for family in WITHOUT_GPU)])
+def engine(request, tmp_path_factory):
+    family, whole = request.param
+    if family is cpu:
+        arch = cpu_arch(codegen.llvm_get_system_cpu(), 512, 2)
+    elif whole:
+        request.getfixturevalue("toolkit")
+        arch = arch_of_capability(*map(int, str(tvm.cuda(0).compute_version).split(".")))
+    else:
+        arch = cuda_arch(WITHOUT_GPU[family][0])
+    return Engine(family, arch, tmp_path_factory.mktemp("conformance"), whole)

@@ -1,4 +1,4 @@
-"""Random calls, each drawn from its number alone, so that one which fails can be run again: `pytest tests/conformance --case 1234`."""
+"""Random calls, each drawn from its number alone, so that one which fails can be made again by whoever has the number."""
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +11,12 @@ from te_defs.workload import Shape, Workload
 DIMS, DTYPES = ((64, 64), (128, 128)), ("float32", "float16", "bfloat16")
 #: Lengths around which tiles end, beside whatever is drawn up to MOST.
 LENGTHS, MOST = (0, 1, 2, 17, 63, 64, 65, 127, 128, 129), 300
-#: Scores of a case at most: the reference computes them all, in float64.
+#: Scores of a call at most: the reference computes them all, in float64.
 SCORES = 120_000
 
 
 @dataclass(frozen=True)
-class Case:
+class Call:
     """One call.
 
     scale  as a multiple of 1 / sqrt(D)
@@ -29,8 +29,19 @@ class Case:
     scale: float
     data: str
 
+    @property
+    def rounded_scale(self):
+        """The scale as it is handed over, a float32 number."""
+        return float(np.float32(self.scale * self.workload.head_dim**-0.5))
+
     def __str__(self):
-        return f"case {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), {self.data} data"
+        return f"call {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), {self.data} data"
+
+    def rows_without_keys(self):
+        """Whether there are queries that the mask shows no key."""
+        mask, n, m = MASKS[self.workload.mask](*self.shape.mask), self.shape.q_len, self.shape.kv_len
+        i = mask.position(np.arange(n), n, m)
+        return bool(np.any(mask.key_end(i, m) <= mask.key_begin(i, m))) and n > 0
 
     def inputs(self):
         """(q, k, v) in the workload's type."""
@@ -44,14 +55,14 @@ class Case:
         return q, k, v
 
 
-def case(number, workloads=None):
-    """The Case of a number; its workload is one of these, all where none are given."""
+def random_call(number, workloads):
+    """The Call of a number; its workload is one of these."""
     rng = np.random.default_rng([number, 2026])
 
     def pick(choices):
         return choices[rng.integers(len(choices))]
 
-    workload = pick(workloads or all_workloads())
+    workload = pick(workloads)
     group, kv_heads, batch = (int(pick(choices)) for choices in ((1, 1, 2, 3, 5, 7, 8), (1, 1, 2, 3), (1, 1, 1, 2, 3, 0)))
     lengths = [int(pick(LENGTHS)) if rng.random() < 0.4 else int(rng.integers(1, MOST)) for _ in range(2)]
     q_len, kv_len = (lengths[0], lengths[0]) if rng.random() < 0.25 else lengths
@@ -61,9 +72,21 @@ def case(number, workloads=None):
                   for _ in MASKS[workload.mask].arguments())
     shape = Shape(batch, group * kv_heads, kv_heads, q_len, kv_len, sizes)
     scale, data = float(pick((1.0, 1.0, 1.0, 0.3, -1.0, -2.5, 0.0, 4.0))), pick(("normal",) * 5 + ("large", "equal", "tiny"))
-    return Case(number, workload, shape, scale, data)
+    return Call(number, workload, shape, scale, data)
 
 
-def all_workloads(dims=DIMS, dtypes=DTYPES):
-    """Every mask with each of these head dimensions and types."""
-    return [Workload(*pair, dtype, mask) for pair in dims for dtype in dtypes for mask in MASKS]
+def workloads_of(kind, dims=DIMS):
+    """What the calls are drawn from on a device of a kind: every mask and type; on a CPU one pair of head dimensions, and another that no
+    vector divides."""
+    pairs = [(pair, dtype) for pair in (dims[:1] if kind == "cpu" else dims) for dtype in DTYPES]
+    pairs += [((40, 72), "float32")] if kind == "cpu" else []
+    return [Workload(*pair, dtype, mask) for pair, dtype in pairs for mask in MASKS]
+
+
+def judged(call, runs):
+    """None where (out, lse) of a call are right and the same in all runs, else one sentence; `runs` holds one pair or more."""
+    if any(first.tobytes() != again.tobytes() for pair in runs[1:] for first, again in zip(runs[0], pair)):
+        return "two runs differ"
+    inputs, mask = call.inputs(), call.shape.mask
+    answers = reference.forward(call.workload, *inputs, call.rounded_scale, mask)
+    return reference.mismatch(*runs[0], *answers, *reference.tolerances(call.workload, *inputs, call.rounded_scale, mask, answers))

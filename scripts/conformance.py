@@ -1,0 +1,192 @@
+"""Make random calls of our kernels, and of PyTorch's, and say who answers what rightly.
+
+    python -m scripts.conformance --against torch
+    python -m scripts.conformance --target cpu --call 1234
+
+A call is drawn from its number alone: masks, lengths, groups of heads, types, scales and data. What is right, one function decides for all
+(te_defs/reference.py); of PyTorch only the output is asked, not the LSE. Exit codes: 0 ours are all right, 1 some are not, 2 wrong arguments.
+"""
+import argparse
+import concurrent.futures
+import multiprocessing
+import os
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+import tvm
+
+from schedules import registry
+from scripts import cli, options
+from scripts.kernels import build_artefact, cuda_toolkit
+from te_defs import reference
+from te_defs.masks import MASKS
+from te_defs.random_calls import judged, random_call, workloads_of
+
+RIGHT, WRONG, REFUSED = "right", "wrong", "refused"
+#: Wrong answers of one contestant that are told in full.
+TOLD = 3
+#: What a call has to do with, as rows of the table: a call stands in every row that holds.
+FEATURES = {
+    **{f"mask {name}": lambda call, name=name: call.workload.mask == name for name in MASKS},
+    "grouped heads": lambda call: call.shape.q_heads > call.shape.kv_heads,
+    "more queries than keys": lambda call: call.shape.q_len > call.shape.kv_len > 0,
+    "no keys": lambda call: call.shape.kv_len == 0,
+    "no queries, or no batch": lambda call: call.shape.q_len * call.shape.batch == 0,
+    "rows that see no key": lambda call: call.rows_without_keys(),
+    "scale of zero": lambda call: call.scale == 0,
+    "negative scale": lambda call: call.scale < 0,
+    "scores of thousands": lambda call: call.data == "large",
+    "equal scores": lambda call: call.data == "equal",
+    "denormal inputs": lambda call: call.data == "tiny",
+    "all calls": lambda call: True,
+}
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """Who is asked: a name, and a function (call, inputs) -> [(out, lse) of each run]; an exception of it is a refusal."""
+
+    name: str
+    answers: Callable
+
+
+def ours(functions, device):
+    """Answerer of exported functions by workload."""
+    def answers(call, inputs):
+        runs = []
+        for _ in range(2):
+            *_, out, lse = call.shape.tensors(call.workload)
+            outputs = [np.full(size, np.nan, np.float32).astype(dtype) for size, dtype in ((out, inputs[0].dtype), (lse, np.float32))]
+            tensors = [tvm.runtime.tensor(array, device) for array in (*inputs, *outputs)]
+            functions[call.workload](*tensors, call.rounded_scale, *call.shape.mask)
+            runs.append(tuple(tensor.numpy() for tensor in tensors[3:]))
+        return runs
+    return Answerer("ours", answers)
+
+
+def of_torch(kind):
+    """Answerers of PyTorch's two ways to attention; none where it is not installed."""
+    try:
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    except ImportError:
+        return []
+    warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile.*")
+
+    def sdpa(q, k, v, call, keep):
+        options = {"full": {}, "causal_top_left": {"is_causal": True}}.get(call.workload.mask, {"attn_mask": keep})
+        grouped = call.shape.q_heads != call.shape.kv_heads
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=call.rounded_scale, enable_gqa=grouped, **options)
+
+    def flex(q, k, v, call, keep):
+        blocks = None if call.workload.mask == "full" else create_block_mask(
+            lambda b, h, i, j: keep[i, j], None, None, call.shape.q_len, call.shape.kv_len, device=kind)
+        grouped = call.shape.q_heads != call.shape.kv_heads
+        return flex_attention(q, k, v, block_mask=blocks, scale=call.rounded_scale, enable_gqa=grouped)
+
+    def answers_by(attention):
+        def answers(call, inputs):
+            dtype = getattr(torch, call.workload.dtype)
+            q, k, v = (torch.from_numpy(x.astype(np.float32)).to(kind, dtype).transpose(1, 2) for x in inputs)
+            mask, n, m = MASKS[call.workload.mask](*call.shape.mask), call.shape.q_len, call.shape.kv_len
+            keep = mask.keep(mask.position(np.arange(n)[:, None], n, m), np.arange(m)[None, :], m)
+            with torch.no_grad():
+                out = attention(q, k, v, call, torch.from_numpy(np.broadcast_to(keep, (n, m)).copy()).to(kind))
+            out = out.transpose(1, 2).float().cpu().numpy().astype(inputs[0].dtype)
+            _, lse = reference.forward(call.workload, *inputs, call.rounded_scale, call.shape.mask)  # it is not asked for that
+            return [(out, lse.astype(np.float32))]
+        return answers
+    return [Answerer("PyTorch SDPA", answers_by(sdpa)), Answerer("FlexAttention", answers_by(flex))]
+
+
+def ask(answerers, calls):
+    """({(feature, name): Counter of right, wrong and refused}, {name: sentences about what was wrong or refused})."""
+    found, told = {}, {answerer.name: [] for answerer in answerers}
+    for call in calls:
+        inputs, rows = call.inputs(), [feature for feature, holds in FEATURES.items() if holds(call)]
+        for answerer in answerers:
+            try:
+                complaint = judged(call, answerer.answers(call, inputs))
+                verdict = RIGHT if complaint is None else WRONG
+            except Exception as error:  # each refuses in its own way
+                verdict, complaint = REFUSED, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            if complaint is not None:
+                told[answerer.name].append(f"{call}: {verdict}, {complaint}")
+            for feature in rows:
+                found.setdefault((feature, answerer.name), Counter())[verdict] += 1
+    return found, told
+
+
+def table(found, names):
+    """Markdown: a row for each feature that occurred, a column for each name with how many of its calls were right."""
+    lines = [["", *names], ["---"] * (1 + len(names))]
+    for feature in FEATURES:
+        if any((feature, name) in found for name in names):
+            lines.append([feature, *(_cell(found.get((feature, name), Counter())) for name in names)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(counts):
+    others = [f"{counts[verdict]} {verdict}" for verdict in (WRONG, REFUSED) if counts[verdict]]
+    return f"{counts[RIGHT]} of {sum(counts.values())}" + "".join(f", {text}" for text in others)
+
+
+def our_functions(args, device, workloads, folder):
+    """{workload: exported function} of the default plans of the workloads that a family takes."""
+    jobs = [(options.families_of(args.family, workload, device.arch)[0], workload) for workload in workloads]
+    jobs = [(family.NAME, workload, family.default_plan(workload, device.arch), device.arch, folder / f"{workload.name}.so")
+            for family, workload in jobs]
+    with concurrent.futures.ProcessPoolExecutor(min(len(jobs), len(os.sched_getaffinity(0))), multiprocessing.get_context("spawn")) as pool:
+        paths = list(pool.map(build_artefact, *zip(*jobs)))
+    cuda_toolkit(device.arch)
+    return {job[1]: tvm.runtime.load_module(str(path))["flash_attention_forward"] for job, path in zip(jobs, paths)}
+
+
+def make_parser():
+    parser = options.parser("conformance", __doc__)
+    parser.add_argument("--target", default="auto", help="auto: the GPU of this machine, else its CPU; or cpu")
+    parser.add_argument("--family", default=None, help="family of our kernels; None: the first that takes the workload")
+    parser.add_argument("--against", nargs="*", choices=["torch"], default=[], help="who is asked too, as far as it is installed")
+    parser.add_argument("--calls", type=_count, default=2000, help="how many calls are made")
+    parser.add_argument("--call", type=int, default=None, help="make the call of this number only")
+    return parser
+
+
+def _count(text):
+    if not 0 < int(text) < 10**6:
+        raise argparse.ArgumentTypeError(f"a number of calls from 1 to 999999 is wanted, found {text}")
+    return int(text)
+
+
+def run(args):
+    device = cli.find_device(args.target)
+    if device.slug is None:
+        raise cli.UsageError(f"calls need a device that is there, found {device.description}: use --target auto")
+    cli.echo(**{**vars(args), "command": "conformance", "target": device.description})
+    taken = [workload for workload in workloads_of(device.kind)
+             if any(reason is None and args.family in (None, name) for name, reason in registry.declines(workload, device.arch).items())]
+    if not taken:
+        raise cli.UsageError(f"--family must take one of the workloads, found that {args.family} takes none: name another one")
+    calls = [random_call(number, taken) for number in (range(args.calls) if args.call is None else [args.call])]
+    with tempfile.TemporaryDirectory() as folder:
+        functions = our_functions(args, device, sorted({call.workload for call in calls}, key=lambda it: it.name), Path(folder))
+        answerers = [ours(functions, tvm.runtime.device(device.kind, 0)), *(of_torch(device.kind) if args.against else ())]
+        if args.against and len(answerers) == 1:
+            print("torch is left out: it is not installed")
+        found, told = ask(answerers, calls)
+    names = [answerer.name for answerer in answerers]
+    print(table(found, names), end="\n\n")
+    for name in names:
+        for sentence in told[name][:TOLD]:
+            print(f"{name}, {sentence}")
+    return cli.FAILED if told["ours"] else cli.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(run, make_parser().parse_args()))

@@ -1,0 +1,99 @@
+"""The command that asks us and others the same random calls."""
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts import conformance
+from te_defs import reference
+from te_defs.random_calls import judged, random_call, workloads_of
+
+ROOT = Path(__file__).parent.parent.parent
+WORKLOADS = workloads_of("cpu")
+#: Calls that stand in every row of the table.
+CALLS = [random_call(number, WORKLOADS) for number in range(40)]
+
+
+def exact(call, inputs):
+    out, lse = reference.forward(call.workload, *inputs, call.rounded_scale, call.shape.mask)
+    return [(out.astype(inputs[0].dtype), lse.astype(np.float32))]
+
+
+def unmasked(call, inputs):
+    """The commonest mistake of all."""
+    full = call.workload.__class__(call.workload.head_dim, call.workload.value_dim, call.workload.dtype, "full")
+    out, lse = reference.forward(full, *inputs, call.rounded_scale)
+    return [(out.astype(inputs[0].dtype), lse.astype(np.float32))]
+
+
+def unstable(call, inputs):
+    (out, lse), = exact(call, inputs)
+    return [(out, lse), (np.nextafter(out.astype(np.float32), np.float32(9)).astype(out.dtype), lse)]
+
+
+def refusing(call, inputs):
+    raise NotImplementedError("only full\n  attention")
+
+
+class TestCalls:
+    def test_are_drawn_from_their_number_alone(self):
+        again = random_call(7, WORKLOADS)
+        assert again == CALLS[7] and all(np.array_equal(a, b) for a, b in zip(again.inputs(), CALLS[7].inputs()))
+        assert len(set(CALLS)) == len(CALLS)
+
+    def test_are_of_every_kind(self):
+        calls = [random_call(number, WORKLOADS) for number in range(400)]
+        assert all(any(holds(call) for call in calls) for holds in conformance.FEATURES.values())
+        assert {call.workload for call in calls} == set(WORKLOADS)
+        assert max(call.shape.batch * call.shape.q_heads * call.shape.q_len * call.shape.kv_len for call in calls) <= 120_000
+
+    def test_judge(self):
+        call = next(call for call in CALLS if call.workload.dtype == "float32" and call.rows_without_keys() is False and call.shape.q_len
+                    and call.shape.batch and call.shape.kv_len)
+        assert judged(call, exact(call, call.inputs())) is None
+        assert judged(call, unstable(call, call.inputs())) == "two runs differ"
+
+
+class TestTable:
+    def ask(self, *functions):
+        return conformance.ask([conformance.Answerer(function.__name__, function) for function in functions], CALLS)
+
+    def test_counts_by_what_a_call_has_to_do_with(self):
+        found, told = self.ask(exact, unmasked, refusing)
+        assert found["all calls", "exact"] == Counter(right=40) and told["exact"] == []
+        assert found["mask full", "unmasked"][conformance.WRONG] == 0 < found["mask causal", "unmasked"][conformance.WRONG]
+        assert found["all calls", "refusing"] == Counter(refused=40)
+        assert all(sentence.endswith("refused, NotImplementedError: only full attention") for sentence in told["refusing"])
+
+    def test_is_markdown(self):
+        found, _ = self.ask(exact, unmasked, refusing)
+        lines = conformance.table(found, ["exact", "unmasked", "refusing"]).splitlines()
+        assert lines[:2] == ["|  | exact | unmasked | refusing |", "| --- | --- | --- | --- |"]
+        assert lines[-1].startswith("| all calls | 40 of 40 | ") and lines[-1].endswith(" wrong | 0 of 40, 40 refused |")
+
+
+class TestCommand:
+    def command(self, *arguments):
+        return subprocess.run([sys.executable, "-m", "scripts.conformance", "--target", "cpu", *arguments], cwd=ROOT, capture_output=True,
+                              text=True)
+
+    def test_one_call(self):
+        done = self.command("--call", "12")
+        assert done.returncode == 0, done.stderr
+        assert "| all calls | 1 of 1 |" in done.stdout
+
+    @pytest.mark.parametrize("arguments, message", [
+        (("--calls", "0"), "a number of calls from 1 to 999999 is wanted, found 0"), (("--family", "mma"), "found that mma takes none"),
+        (("--target", "sm_90a"), "calls need a device that is there"), (("--against", "jax"), "invalid choice: 'jax'")])
+    def test_what_cannot_be_meant(self, arguments, message):
+        done = self.command(*arguments)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+    def test_a_wrong_answer_of_ours_is_a_failure(self, monkeypatch, capsys):
+        monkeypatch.setattr(conformance, "our_functions", lambda *_: {})
+        monkeypatch.setattr(conformance, "ours", lambda *_: conformance.Answerer("ours", unmasked))
+        assert conformance.run(conformance.make_parser().parse_args(["--target", "cpu", "--calls", "20"])) == 1
+        assert "ours, call " in capsys.readouterr().out

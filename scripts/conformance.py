@@ -3,8 +3,9 @@
     python -m scripts.conformance --against torch
     python -m scripts.conformance --target cpu --call 1234
 
-A call is drawn from its number alone: masks, lengths, groups of heads, types, scales and data. What is right, one function decides for all
-(te_defs/reference.py); of PyTorch only the output is asked, not the LSE. Exit codes: 0 ours are all right, 1 some are not, 2 wrong arguments.
+A call is drawn from its number alone: masks, lengths, groups of heads, types, scales and data. What is right, one function decides for
+all (te_defs/reference.py); of PyTorch only the output is asked, not the LSE.
+Exit codes: 0 ours are all right, 1 some are not, 2 wrong arguments.
 """
 import argparse
 import concurrent.futures

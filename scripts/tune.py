@@ -88,6 +88,12 @@ def _positive(kind):
 
 def run(args):
     """The command; an exit code, or an error that `cli.main` turns into one."""
+    with _stoppable() as stop:  # first of all: TVM would lose an exception of Ctrl-C in a function that it calls
+        return tune_all(args, stop)
+
+
+def tune_all(args, stop):
+    """Resolve the arguments and tune one workload after the other, until `stop()`."""
     logs, device = cli.log_folder(args.logs), cli.find_device(args.target)
     workloads = [options.workload_of(text, device) for text in args.workload]
     minutes = args.minutes or (None if args.trials else MINUTES)
@@ -106,7 +112,7 @@ def run(args):
         return
     if device.slug is None:
         raise cli.UsageError(f"tuning needs the device itself, found {device.description}: run on such a machine, or use --target auto")
-    with _stoppable() as stop, _processes(device, workers) as (builder, runner):
+    with _processes(device, workers) as (builder, runner):
         for task in tasks:
             tune(Tools(device, builder, runner, limits, args.seed, args.commit, stop), *task)
             if stop():

@@ -49,7 +49,7 @@ class TestSkippedTiles:
 
 @pytest.mark.parametrize("mask", OTHERS)
 @pytest.mark.parametrize("family, dtype, arch, dims", [
-    (mma, "float16", "sm_80", (64, 128)), (wgmma, "float16", "sm_90a", (64, 96, 128, 256)), (simt, "float32", "sm_80", (64,))],
+    (mma, "float16", "sm_80", (64,)), (wgmma, "float16", "sm_90a", (64, 128)), (simt, "float32", "sm_80", (64,))],
     ids=["mma", "wgmma", "simt"])
 def test_seeds_compile(toolkit, family, dtype, arch, dims, mask):
     if family is simt and mask != "window":

@@ -7,7 +7,7 @@ from tests.numbers import run
 pytestmark = pytest.mark.slow
 
 #: Calls of an artefact; of a family on llvm, where an unscheduled kernel takes a second.
-COUNT, COUNT_ON_LLVM = 2000, 60
+COUNT, COUNT_ON_LLVM = 2000, 25
 
 
 def test_random_calls(engine, request):

@@ -126,7 +126,6 @@ _WGMMA_SEEDS = {
 _BY_HARDWARE = dict(blocks=0, shared_decode=0, query_stages=1)
 _WGMMA_LENGTHS = {
     (64, "full"): ((1025, {}), (0, dict(shared_decode=1, stages=4, ping_pong=1))),
-    (64, "window"): ((0, {}),),
     (64, "causal"): ((1025, {}), (0, dict(q_tile=128, ping_pong=0, late_wait=1, loader_registers=24))),
     (96, "full"): ((1025, {}), (0, dict(q_tile=128, kv_tile=128, loader_registers=24))),
     (96, "causal"): ((1025, {}), (0, dict(q_tile=128, kv_tile=128, late_wait=1, loader_registers=24))),

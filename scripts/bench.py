@@ -5,20 +5,16 @@
 
 What is timed are artefacts as `scripts.export` writes them, after they passed their check cases.
 """
-import concurrent.futures
 import datetime
 import functools
 import importlib.util
 import itertools
 import json
-import multiprocessing
-import os
 import shlex
 import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import tvm
 import tvm_ffi
 
@@ -27,7 +23,7 @@ from schedules.artefact.export import ExportError
 from schedules.tuning.log import LogError
 from scripts import cli, options, peers
 from scripts.contest import Contestant, TorchData, TvmData, contest, summary
-from scripts.kernels import build_artefact, cuda_toolkit
+from scripts.kernels import answer, build_artefacts, cuda_toolkit
 from te_defs import reference
 from te_defs.workload import flops, standard_shape
 
@@ -48,10 +44,8 @@ def load_checked(name, workload, device, path):
                 for number in range(len(json.loads(module["flash_attention_manifest"]())["variants"]))]
     device = tvm.runtime.device(kind, 0)
     for case, forward in itertools.product(check_cases(workload), variants):
-        out, lse = np.full(case.out.shape, np.nan, np.float32).astype(case.q.dtype), np.full(case.lse.shape, np.nan, np.float32)
-        tensors = [tvm.runtime.tensor(array, device) for array in (case.q, case.k, case.v, out, lse)]
-        forward(*tensors, case.scale, *case.mask)
-        complaint = reference.mismatch(tensors[3].numpy(), tensors[4].numpy(), case.out, case.lse, case.out_tolerance, case.lse_tolerance)
+        found = answer(forward, (case.q, case.k, case.v), case.scale, case.mask, device)
+        complaint = reference.mismatch(*found, case.out, case.lse, case.out_tolerance, case.lse_tolerance)
         if complaint:
             raise WrongKernel(f"the {name} plan of {workload.name} fails check case {case.name}: {complaint}: mend its schedule first")
     return module["flash_attention_forward"]
@@ -74,9 +68,7 @@ def our_kernels(args, device, workloads, folder):
     plans = {(workload, name): plan for workload in workloads for name, plan in our_plans(args, device, workload).items()}
     jobs = [(family.NAME, workload, plan, device.arch, folder / f"{workload.name}-{name}.so", figures)
             for (workload, name), (family, plan, figures) in plans.items()]
-    workers = min(len(jobs), len(os.sched_getaffinity(0)))
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        paths = dict(zip(plans, pool.map(build_artefact, *zip(*jobs))))
+    paths = dict(zip(plans, build_artefacts(jobs)))
     cuda_toolkit(device.arch)
     kernels = {workload: {} for workload in workloads}
     for (workload, name), path in paths.items():

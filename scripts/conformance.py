@@ -8,9 +8,6 @@ all (te_defs/reference.py); of PyTorch only the output is asked, not the LSE.
 Exit codes: 0 ours are all right, 1 some are not, 2 wrong arguments.
 """
 import argparse
-import concurrent.futures
-import multiprocessing
-import os
 import sys
 import tempfile
 import warnings
@@ -24,10 +21,9 @@ import tvm
 
 from schedules import registry
 from scripts import cli, options
-from scripts.kernels import build_artefact, cuda_toolkit
-from te_defs import reference
+from scripts.kernels import answer, build_artefacts, cuda_toolkit
 from te_defs.masks import MASKS
-from te_defs.random_calls import judged, random_call, workloads_of
+from te_defs.random_calls import judged, random_call, wanted, workloads_of
 
 RIGHT, WRONG, REFUSED = "right", "wrong", "refused"
 #: Wrong answers of one contestant that are told in full.
@@ -51,7 +47,8 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class Answerer:
-    """Who is asked: a name, and a function (call, inputs) -> [(out, lse) of each run]; an exception of it is a refusal."""
+    """Who is asked: a name, and a function (call, inputs) -> [(out, lse) of each run], lse None where it gives none; an exception of it is
+    a refusal."""
 
     name: str
     answers: Callable
@@ -60,14 +57,7 @@ class Answerer:
 def ours(functions, device):
     """Answerer of exported functions by workload."""
     def answers(call, inputs):
-        runs = []
-        for _ in range(2):
-            *_, out, lse = call.shape.tensors(call.workload)
-            outputs = [np.full(size, np.nan, np.float32).astype(dtype) for size, dtype in ((out, inputs[0].dtype), (lse, np.float32))]
-            tensors = [tvm.runtime.tensor(array, device) for array in (*inputs, *outputs)]
-            functions[call.workload](*tensors, call.rounded_scale, *call.shape.mask)
-            runs.append(tuple(tensor.numpy() for tensor in tensors[3:]))
-        return runs
+        return [answer(functions[call.workload], inputs, call.rounded_scale, call.shape.mask, device) for _ in range(2)]
     return Answerer("ours", answers)
 
 
@@ -95,13 +85,10 @@ def of_torch(kind):
         def answers(call, inputs):
             dtype = getattr(torch, call.workload.dtype)
             q, k, v = (torch.from_numpy(x.astype(np.float32)).to(kind, dtype).transpose(1, 2) for x in inputs)
-            mask, n, m = MASKS[call.workload.mask](*call.shape.mask), call.shape.q_len, call.shape.kv_len
-            keep = mask.keep(mask.position(np.arange(n)[:, None], n, m), np.arange(m)[None, :], m)
+            keep = MASKS[call.workload.mask](*call.shape.mask).visible(call.shape.q_len, call.shape.kv_len)
             with torch.no_grad():
-                out = attention(q, k, v, call, torch.from_numpy(np.broadcast_to(keep, (n, m)).copy()).to(kind))
-            out = out.transpose(1, 2).float().cpu().numpy().astype(inputs[0].dtype)
-            _, lse = reference.forward(call.workload, *inputs, call.rounded_scale, call.shape.mask)  # it is not asked for that
-            return [(out, lse.astype(np.float32))]
+                out = attention(q, k, v, call, torch.from_numpy(keep.copy()).to(kind))
+            return [(out.transpose(1, 2).float().cpu().numpy().astype(inputs[0].dtype), None)]
         return answers
     return [Answerer("PyTorch SDPA", answers_by(sdpa)), Answerer("FlexAttention", answers_by(flex))]
 
@@ -111,9 +98,11 @@ def ask(answerers, calls):
     found, told = {}, {answerer.name: [] for answerer in answerers}
     for call in calls:
         inputs, rows = call.inputs(), [feature for feature, holds in FEATURES.items() if holds(call)]
+        right = wanted(call, inputs)
         for answerer in answerers:
             try:
-                complaint = judged(call, answerer.answers(call, inputs))
+                runs = [(out, right[1].astype(np.float32) if lse is None else lse) for out, lse in answerer.answers(call, inputs)]
+                complaint = judged(runs, right)
                 verdict = RIGHT if complaint is None else WRONG
             except Exception as error:  # each refuses in its own way
                 verdict, complaint = REFUSED, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
@@ -143,8 +132,7 @@ def our_functions(args, device, workloads, folder):
     jobs = [(options.families_of(args.family, workload, device.arch)[0], workload) for workload in workloads]
     jobs = [(family.NAME, workload, family.default_plan(workload, device.arch), device.arch, folder / f"{workload.name}.so")
             for family, workload in jobs]
-    with concurrent.futures.ProcessPoolExecutor(min(len(jobs), len(os.sched_getaffinity(0))), multiprocessing.get_context("spawn")) as pool:
-        paths = list(pool.map(build_artefact, *zip(*jobs)))
+    paths = build_artefacts(jobs)
     cuda_toolkit(device.arch)
     return {job[1]: tvm.runtime.load_module(str(path))["flash_attention_forward"] for job, path in zip(jobs, paths)}
 

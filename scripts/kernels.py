@@ -1,8 +1,13 @@
 """What export, show and bench share: a plan's kernel, built for an architecture on whatever machine this is."""
+import concurrent.futures
+import multiprocessing
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+import tvm
 
 from schedules import build, registry
 from schedules.arch import CUDA_ARCHS
@@ -81,3 +86,20 @@ def build_artefact(family_name, workload, plan, arch, path, measured=None):
     """Build a plan and write it as an artefact; the path of the .so. Takes and returns what another process can be sent."""
     kernels = build_kernels(registry.family_named(family_name), workload, plan, arch, measured=measured)
     return write_artefact(kernels, workload, path)[0]
+
+
+def build_artefacts(jobs):
+    """Paths of several artefacts, built side by side by processes of their own; a job is a tuple of `build_artefact`'s arguments."""
+    workers = min(len(jobs), len(os.sched_getaffinity(0)))
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(build_artefact, *zip(*jobs)))
+
+
+def answer(forward, inputs, scale, mask=(), device=None):
+    """(out, lse) of one call of an exported function as NumPy arrays; the outputs hold NaN before."""
+    q, _, v = inputs
+    out = np.full((*q.shape[:3], v.shape[-1]), np.nan, np.float32).astype(q.dtype)
+    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
+    tensors = [tvm.runtime.tensor(array, device) for array in (*inputs, out, lse)]
+    forward(*tensors, scale, *mask)
+    return tensors[3].numpy(), tensors[4].numpy()

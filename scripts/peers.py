@@ -1,6 +1,5 @@
 """Other people's attention kernels as rows of data: who they are, what they take and how they are called at their best."""
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib import metadata
 from typing import Callable
 
@@ -42,7 +41,7 @@ def flash_attention_4(q, k, v, mask):
     import torch
     from flash_attn.cute import flash_attn_func
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
-    sizes = dataclasses.astuple(mask)
+    sizes = astuple(mask)
     options = _one_of({"full": {"causal": False}, "causal": {"causal": True}, "window": {"causal": False, "window_size": sizes}}, mask)
 
     @torch.no_grad()
@@ -56,7 +55,7 @@ def flex_attention(q, k, v, mask):
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     q, k, v = _heads_outside(q, k, v)
-    sizes = dataclasses.astuple(mask)
+    sizes = astuple(mask)
     # As PyTorch wants it, by query and key; the lengths of a benchmark are equal, so that all alignments are one.
     keep = _one_of({"full": None, "causal": lambda b, h, i, j: j <= i, "causal_top_left": lambda b, h, i, j: j <= i,
                     "window": lambda b, h, i, j: (j >= i - sizes[0]) & (j <= i + sizes[1]),

@@ -39,8 +39,8 @@ class Mask:
         return i + kv_len - q_len
 
     def keep(self, i, j, kv_len):
-        """Whether row i, which must be one that exists, sees key j, which may lie past the end."""
-        raise NotImplementedError
+        """Whether row i, which must be one that exists, sees key j, which may lie past the end; as it stands for masks from the start."""
+        return j < self.key_end(i, kv_len)
 
     def key_begin(self, i, kv_len):
         """The first key that row i may see, from 0 to kv_len."""
@@ -49,6 +49,11 @@ class Mask:
     def key_end(self, i, kv_len):
         """One past the last key that row i may see, from 0 to kv_len; at or before key_begin where it sees none."""
         raise NotImplementedError
+
+    def visible(self, q_len, kv_len):
+        """Which query sees which key: booleans [q_len, kv_len]."""
+        i = self.position(np.arange(q_len)[:, None], q_len, kv_len)
+        return np.broadcast_to(self.keep(i, np.arange(kv_len)[None, :], kv_len), (q_len, kv_len))
 
     def kept(self, q_len, kv_len):
         """Number of (query, key) pairs that are kept."""
@@ -61,9 +66,6 @@ class Full(Mask):
     """Every query sees every key."""
 
     name = "full"
-
-    def keep(self, i, j, kv_len):
-        return j < kv_len
 
     def key_end(self, i, kv_len):
         return kv_len
@@ -90,9 +92,6 @@ class CausalTopLeft(Mask):
 
     def position(self, i, q_len, kv_len):
         return i
-
-    def keep(self, i, j, kv_len):
-        return j < self.key_end(i, kv_len)
 
     def key_end(self, i, kv_len):
         return minimum(i + 1, kv_len)
@@ -125,9 +124,6 @@ class Prefix(Mask):
     name = "prefix"
     samples = ((256,), (0,), (1,), (50,), (1 << 20,))
     prefix: int
-
-    def keep(self, i, j, kv_len):
-        return j < self.key_end(i, kv_len)
 
     def key_end(self, i, kv_len):
         return minimum(maximum(i + 1, self.prefix), kv_len)

@@ -83,10 +83,14 @@ def workloads_of(kind, dims=DIMS):
     return [Workload(*pair, dtype, mask) for pair, dtype in pairs for mask in MASKS]
 
 
-def judged(call, runs):
-    """None where (out, lse) of a call are right and the same in all runs, else one sentence; `runs` holds one pair or more."""
+def wanted(call, inputs):
+    """(O, LSE, largest error of O, of LSE) of a call on its inputs, as `judged` takes them."""
+    answers = reference.forward(call.workload, *inputs, call.rounded_scale, call.shape.mask)
+    return *answers, *reference.tolerances(call.workload, *inputs, call.rounded_scale, call.shape.mask, answers)
+
+
+def judged(runs, answers_and_bounds):
+    """None where (out, lse) are right and the same in all runs, else one sentence; `runs` holds one pair or more."""
     if any(first.tobytes() != again.tobytes() for pair in runs[1:] for first, again in zip(runs[0], pair)):
         return "two runs differ"
-    inputs, mask = call.inputs(), call.shape.mask
-    answers = reference.forward(call.workload, *inputs, call.rounded_scale, mask)
-    return reference.mismatch(*runs[0], *answers, *reference.tolerances(call.workload, *inputs, call.rounded_scale, mask, answers))
+    return reference.mismatch(*runs[0], *answers_and_bounds)

@@ -33,9 +33,7 @@ def _product_in_order(q, k):
 
 def _scores(workload, q, k, scale, mask, product=_product):
     """Masked scores S [B, H, N, M]: scale * Q K^T, -inf where the mask, of these arguments, hides the key."""
-    n, m, mask = q.shape[1], k.shape[1], MASKS[workload.mask](*mask)
-    s = product(q, k) * scale
-    return np.where(mask.keep(mask.position(np.arange(n), n, m)[:, None], np.arange(m)[None, :], m), s, -np.inf)
+    return np.where(MASKS[workload.mask](*mask).visible(q.shape[1], k.shape[1]), product(q, k) * scale, -np.inf)
 
 
 def _softmax(s):
@@ -84,9 +82,9 @@ def _plain(workload, q, k, v, scale, mask):
     dtype = numpy_dtype(workload)
     q, k, v = (x.astype(np.float32) for x in (q, k, v))
     scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
-    p, row_sum, row_max = _softmax(_scores(workload, q, k, scale, mask, _product_in_order))
+    p, _, row_max = _softmax(_scores(workload, q, k, scale, mask, _product_in_order))
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
-    out, row_sum, rounded = np.zeros((*q.shape[:3], v.shape[-1]), np.float32), np.zeros_like(row_sum), p.astype(dtype).astype(np.float32)
+    out, row_sum, rounded = np.zeros((*q.shape[:3], v.shape[-1]), np.float32), np.zeros_like(row_max), p.astype(dtype).astype(np.float32)
     for j in range(k.shape[1]):
         out += rounded[..., j].swapaxes(1, 2)[..., None] * v[:, j, None]
         row_sum += p[..., j, None]

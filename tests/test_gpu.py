@@ -14,6 +14,7 @@ from schedules.registry import FAMILIES, takers
 from te_defs import reference
 from te_defs.masks import MASKS
 from te_defs.workload import Shape, Workload
+from tests import numbers
 from tests.numbers import RAGGED
 
 pytestmark = pytest.mark.gpu
@@ -86,12 +87,7 @@ def forward(arch, built, linked):
 
 def run(function, workload, inputs, scale, mask=()):
     """(out, lse) from the GPU; the outputs hold NaN before."""
-    q, k, v = inputs
-    out = np.full((*q.shape[:3], v.shape[-1]), np.nan, reference.numpy_dtype(workload))
-    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
-    arguments = [tvm.runtime.tensor(array, tvm.cuda(0)) for array in (q, k, v, out, lse)]
-    function(*arguments, scale, *mask)
-    return arguments[3].numpy(), arguments[4].numpy()
+    return numbers.run(function, workload, inputs, scale, mask, tvm.cuda(0))
 
 
 def check(function, workload, shape, factor=1.0):

@@ -8,7 +8,6 @@ They are read with NumPy alone. `<stem>.check.npz` holds one text array `index`,
 
 `mask` holds the arguments that follow the scale in the call.
 
-
 A kernel passes a case when |out - answer| <= out_tolerance and |lse - answer| <= lse_tolerance * max(|answer|, 1) everywhere, and rows
 whose answer is lse = -inf have exactly that and out = 0.
 """

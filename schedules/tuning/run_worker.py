@@ -106,12 +106,11 @@ class _Kernel:
         """Seconds of a call as the module's docstring says, `repeats` times, of a kernel that took `look` seconds once."""
         kind = self.setting.kind
         calls = max(int(REPEAT_MS[kind] / 1e3 / max(look, 1e-7)), 1)
-        timer = self.module.time_evaluator(KERNEL, self.device, calls, 1 + repeats, cooldown_interval_ms=REST_MS[kind])
-        return [float(x) for x in timer(*self.arguments).results][1:]  # the first repeat is the untimed one
+        return self.seconds(calls, 1 + repeats, REST_MS[kind])[1:]  # the first repeat is the untimed one
 
-    def seconds(self, calls, repeats):
-        """Seconds of a call, a mean over `calls` calls in a row, `repeats` times."""
-        timer = self.module.time_evaluator(KERNEL, self.device, number=calls, repeat=repeats)
+    def seconds(self, calls, repeats, rest=0):
+        """Seconds of a call, a mean over `calls` calls in a row, `repeats` times, with so many milliseconds of rest after each."""
+        timer = self.module.time_evaluator(KERNEL, self.device, number=calls, repeat=repeats, cooldown_interval_ms=rest)
         return [float(x) for x in timer(*self.arguments).results]
 
 

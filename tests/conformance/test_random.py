@@ -1,7 +1,7 @@
 """Random calls against the reference: shapes, masks, types, scales and data that nobody would have thought of."""
 import pytest
 
-from te_defs.random_calls import judged, random_call, workloads_of
+from te_defs.random_calls import judged, random_call, wanted, workloads_of
 from tests.numbers import run
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def test_random_calls(engine, request):
         call = random_call(number, workloads)
         inputs, forward = call.inputs(), engine.forward(call.workload)
         runs = [run(forward, call.workload, inputs, call.rounded_scale, call.shape.mask, engine.device) for _ in range(2)]
-        complaint = judged(call, runs)
+        complaint = judged(runs, wanted(call, inputs))
         if complaint is not None:
             failures.append(f"{call}: {complaint}")
     assert failures == [], f"{len(failures)} of {count} calls of {engine.name} are wrong; make one again with --case"

@@ -129,7 +129,7 @@ _WGMMA_LENGTHS = {
     (64, "causal"): ((1025, {}), (0, dict(q_tile=128, ping_pong=0, late_wait=1, loader_registers=24))),
     (96, "full"): ((1025, {}), (0, dict(q_tile=128, kv_tile=128, loader_registers=24))),
     (96, "causal"): ((1025, {}), (0, dict(q_tile=128, kv_tile=128, late_wait=1, loader_registers=24))),
-    (128, "full"): ((12289, {**_BY_HARDWARE, "kv_tile": 160}), (1025, {}), (0, {})),
+    (128, "full"): ((12289, {**_BY_HARDWARE, "kv_tile": 160}), (1025, {}), (0, dict(shared_decode=1, ping_pong=0))),
     (128, "causal"): ((12289, {**_BY_HARDWARE, "ping_pong": 0}), (1025, {}), (0, {})),
     (192, "full"): ((6145, _BY_HARDWARE), (1025, {}), (0, {})),
     (192, "causal"): ((12289, _BY_HARDWARE), (1025, {}), (0, {})),

@@ -41,6 +41,12 @@ def build(mod, family, arch, negative_scale_mod=None, place=1):
 
 
 def build_plan(family, workload, plan, arch, place=1):
-    """What an artefact holds of a plan in this place: the kernel and its twin for scales below zero, as a runtime module."""
-    kernel, twin = (schedule(family, workload, plan, negative_scale=negative).mod for negative in (False, True))
-    return build(kernel, family, arch, twin, place)
+    """What an artefact holds of a plan in this place: the kernel and, where it needs one, its twin for scales below zero, as a runtime
+    module."""
+    mods = [schedule(family, workload, plan, negative_scale=negative).mod for negative in signs(workload)]
+    return build(mods[0], family, arch, *mods[1:], place=place)
+
+
+def signs(workload):
+    """Whether scales are below zero, for each kernel that a workload needs: scores that are modified are scaled first, by any scale."""
+    return (False,) if workload.score else (False, True)

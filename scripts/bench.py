@@ -44,7 +44,7 @@ def load_checked(name, workload, device, path):
                 for number in range(len(json.loads(module["flash_attention_manifest"]())["variants"]))]
     device = tvm.runtime.device(kind, 0)
     for case, forward in itertools.product(check_cases(workload), variants):
-        found = answer(forward, (case.q, case.k, case.v), case.scale, case.mask, device)
+        found = answer(forward, (case.q, case.k, case.v), case.scale, case.arguments, device)
         complaint = reference.mismatch(*found, case.out, case.lse, case.out_tolerance, case.lse_tolerance)
         if complaint:
             raise WrongKernel(f"the {name} plan of {workload.name} fails check case {case.name}: {complaint}: mend its schedule first")
@@ -82,7 +82,7 @@ def compare(args, device, kernels, workload, length):
     torch_is_here = importlib.util.find_spec("torch") is not None
     data = (TorchData if torch_is_here else TvmData)(workload, shape, device.kind, args.seed)
     scale = workload.head_dim**-0.5
-    ours = [Contestant(name, lambda forward=forward: forward(*data.tensors, scale, *shape.mask)) for name, forward in kernels.items()]
+    ours = [Contestant(name, lambda forward=forward: forward(*data.tensors, scale, *data.arguments)) for name, forward in kernels.items()]
     ours[-1].call()  # so that O holds our result, which the peers' are compared with
     invited = peers.named(args.peers) if args.peers is not None else peers.BY_DEFAULT[device.kind] if torch_is_here else ()
     theirs, left_out = peers.admit(invited, workload, data)

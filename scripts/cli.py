@@ -1,4 +1,5 @@
 """What the commands share: devices, workloads and folders by their names on the command line, exit codes, and errors as one sentence."""
+import functools
 import json
 import os
 import platform
@@ -79,11 +80,11 @@ def echo(**resolved):
 
 
 def parse_workload(text):
-    """Workload of a preset or of a name such as fwd_d128_dv128_f16_causal; UsageError with the presets where it is neither."""
-    if text in PRESETS:
-        return PRESETS[text]
+    """Workload of a preset, with or without features behind a plus, or of a name such as fwd_d128_dv128_f16_causal; UsageError with the
+    presets where it is neither."""
+    preset, *features = text.split("+")
     try:
-        return Workload.parse(text)
+        return functools.reduce(Workload.with_feature, features, PRESETS[preset]) if preset in PRESETS else Workload.parse(text)
     except WorkloadError as error:
         raise UsageError(f"{error}, or name a preset ({', '.join(PRESETS)})") from error
 

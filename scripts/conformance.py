@@ -31,6 +31,9 @@ TOLD = 3
 #: What a call has to do with, as rows of the table: a call stands in every row that holds.
 FEATURES = {
     **{f"mask {name}": lambda call, name=name: call.workload.mask == name for name in MASKS},
+    "softcap": lambda call: call.workload.score == "softcap",
+    "ALiBi or a bias": lambda call: call.workload.score in ("alibi", "bias"),
+    "sinks": lambda call: call.workload.sink,
     "grouped heads": lambda call: call.shape.q_heads > call.shape.kv_heads,
     "more queries than keys": lambda call: call.shape.q_len > call.shape.kv_len > 0,
     "no keys": lambda call: call.shape.kv_len == 0,
@@ -57,7 +60,7 @@ class Answerer:
 def ours(functions, device):
     """Answerer of exported functions by workload."""
     def answers(call, inputs):
-        return [answer(functions[call.workload], inputs, call.rounded_scale, call.shape.mask, device) for _ in range(2)]
+        return [answer(functions[call.workload], inputs, call.rounded_scale, call.arguments, device) for _ in range(2)]
     return Answerer("ours", answers)
 
 
@@ -70,24 +73,41 @@ def of_torch(kind):
         return []
     warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile.*")
 
-    def sdpa(q, k, v, call, keep):
+    def added(score, q, k):
+        """What a modification adds to each score, of those that add."""
+        zeros = np.zeros((*q.shape[:3], k.shape[2]), np.float32)
+        return torch.from_numpy(score.applied(zeros, zeros.shape[2:])).to(kind)
+
+    def sdpa(q, k, v, call, keep, score):
+        if call.workload.sink or call.workload.score == "softcap":
+            raise NotImplementedError("it takes masks and what is added to scores")
         options = {"full": {}, "causal_top_left": {"is_causal": True}}.get(call.workload.mask, {"attn_mask": keep})
+        if score is not None:
+            options = {"attn_mask": added(score, q, k).masked_fill(~keep, float("-inf")).to(q.dtype)}
         grouped = call.shape.q_heads != call.shape.kv_heads
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=call.rounded_scale, enable_gqa=grouped, **options)
 
-    def flex(q, k, v, call, keep):
+    def flex(q, k, v, call, keep, score):
+        if call.workload.sink:
+            raise NotImplementedError("it has no sinks")
+        modified = None
+        if call.workload.score == "softcap":
+            modified = lambda s, b, h, i, j: float(score.cap) * torch.tanh(s / float(score.cap))  # noqa: E731
+        elif score is not None:
+            extra = added(score, q, k)
+            modified = lambda s, b, h, i, j: s + extra[b, h, i, j]  # noqa: E731
         blocks = None if call.workload.mask == "full" else create_block_mask(
             lambda b, h, i, j: keep[i, j], None, None, call.shape.q_len, call.shape.kv_len, device=kind)
         grouped = call.shape.q_heads != call.shape.kv_heads
-        return flex_attention(q, k, v, block_mask=blocks, scale=call.rounded_scale, enable_gqa=grouped)
+        return flex_attention(q, k, v, block_mask=blocks, score_mod=modified, scale=call.rounded_scale, enable_gqa=grouped)
 
     def answers_by(attention):
         def answers(call, inputs):
-            dtype = getattr(torch, call.workload.dtype)
+            dtype, (mask, score, _) = getattr(torch, call.workload.dtype), call.workload.modifiers(call.arguments)
             q, k, v = (torch.from_numpy(x.astype(np.float32)).to(kind, dtype).transpose(1, 2) for x in inputs)
-            keep = MASKS[call.workload.mask](*call.shape.mask).visible(call.shape.q_len, call.shape.kv_len)
+            keep = torch.from_numpy(mask.visible(call.shape.q_len, call.shape.kv_len).copy()).to(kind)
             with torch.no_grad():
-                out = attention(q, k, v, call, torch.from_numpy(keep.copy()).to(kind))
+                out = attention(q, k, v, call, keep, score)
             return [(out.transpose(1, 2).float().cpu().numpy().astype(inputs[0].dtype), None)]
         return answers
     return [Answerer("PyTorch SDPA", answers_by(sdpa)), Answerer("FlexAttention", answers_by(flex))]

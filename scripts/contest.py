@@ -10,7 +10,9 @@ import numpy as np
 import tvm
 
 from schedules.lowering.toolkit import DRIVER
+from schedules.tuning.gate import on_device
 from te_defs import reference
+from te_defs.workload import timed_arguments
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def find_gauge():
 
 
 class TvmData:
-    """Random tensors of one shape on the device, for machines without PyTorch: Q, K, V, O, LSE in the order of the exported call."""
+    """Random tensors of one shape on the device, for machines without PyTorch: Q, K, V, O, LSE in the order of the exported call, and
+    the arguments behind the scale."""
 
     def __init__(self, workload, shape, kind, seed):
         self.kind, self.shape, self.device = kind, shape, tvm.runtime.device(kind, 0)
@@ -95,6 +98,7 @@ class TvmData:
         inputs = reference.make_inputs(workload, shape, seed)
         out, lse = (np.zeros(size, dtype) for size, dtype in zip(shape.tensors(workload)[3:], (reference.numpy_dtype(workload), "float32")))
         self.tensors = [tvm.runtime.tensor(array, self.device) for array in (*inputs, out, lse)]
+        self.arguments = on_device(timed_arguments(workload, shape), self.device)
 
     def measure(self, call, repeats):
         """Turn of some calls in a row, by the host's clock around all of them."""
@@ -118,6 +122,7 @@ class TorchData:
         *inputs, out, lse = shape.tensors(workload)
         self.tensors = [torch.randn(size, generator=generator, device=kind).to(dtype) for size in inputs]
         self.tensors += [torch.zeros(out, dtype=dtype, device=kind), torch.zeros(lse, device=kind)]
+        self.arguments = on_device(timed_arguments(workload, shape), tvm.runtime.device(kind, 0))
 
     def measure(self, call, repeats):
         """Turn of some calls in a row."""

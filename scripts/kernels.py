@@ -18,6 +18,7 @@ from schedules.artefact.variant import Variant, variant_of
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.lowering.toolkit import find_toolkit, preload
 from schedules.plan import Calls, fitting
+from schedules.tuning.gate import on_device
 
 #: Where a machine without an NVIDIA driver keeps the library that stands in for it while it compiles.
 STUB_DRIVER = Path(__file__).parent.parent / "build" / "stub"
@@ -95,11 +96,11 @@ def build_artefacts(jobs):
         return list(pool.map(build_artefact, *zip(*jobs)))
 
 
-def answer(forward, inputs, scale, mask=(), device=None):
-    """(out, lse) of one call of an exported function as NumPy arrays; the outputs hold NaN before."""
+def answer(forward, inputs, scale, arguments=(), device=None):
+    """(out, lse) of one call of an exported function as NumPy arrays; the outputs hold NaN before. `arguments` follow the scale."""
     q, _, v = inputs
     out = np.full((*q.shape[:3], v.shape[-1]), np.nan, np.float32).astype(q.dtype)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
     tensors = [tvm.runtime.tensor(array, device) for array in (*inputs, out, lse)]
-    forward(*tensors, scale, *mask)
+    forward(*tensors, scale, *on_device(arguments, device))
     return tensors[3].numpy(), tensors[4].numpy()

@@ -27,7 +27,7 @@ FORWARD, MANIFEST = "flash_attention_forward", "flash_attention_manifest"
 #: The same by a variant of one's own choice: (its number in the manifest, then as FORWARD).
 VARIANT = "flash_attention_forward_variant"
 #: Of the manifests that this file reads.
-SCHEMA = 2
+SCHEMA = 3
 
 
 class RunError(Exception):
@@ -84,12 +84,13 @@ def read_cases(path, name_of_workload):
         with np.load(path) as file:
             arrays = dict(file)
         index = json.loads(str(arrays["index"]))
-        complete = all(f"{case['name']}.{name}" in arrays for case in index["cases"] for name in ("q", "k", "v", "out", "lse"))
+        complete = all(f"{case['name']}.{name}" in arrays for case in index["cases"] for name in (
+            "q", "k", "v", "out", "lse", *(value for value in case["arguments"] if isinstance(value, str))))
         schema, workload = index["schema"], index["workload"]
     except (OSError, EOFError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise RunError(f"{path} must hold check cases, found something else ({error}): export again") from error
-    if not complete or not index["cases"] or (schema, workload) != (1, name_of_workload):
-        raise RunError(f"complete check cases of {name_of_workload}, schema 1, are wanted in {path}, found {len(index['cases'])} of "
+    if not complete or not index["cases"] or (schema, workload) != (2, name_of_workload):
+        raise RunError(f"complete check cases of {name_of_workload}, schema 2, are wanted in {path}, found {len(index['cases'])} of "
                        f"{workload}, schema {schema}: export again")
     return index, arrays
 
@@ -101,14 +102,17 @@ def call_arguments(q, k, v, device):
     return [tvm.runtime.tensor(array, device) for array in (q, k, v, out, lse)]
 
 
-def check(forward, case, arrays, dtype, device):
+def check(forward, case, arrays, device):
     """(largest error of out, None or what is wrong) of one case."""
-    q, k, v = (arrays[f"{case['name']}.{name}"] for name in "qkv")
-    if dtype == "bfloat16":  # kept as bits; tvm makes NumPy know the type
-        q, k, v = (bits.view(dtype) for bits in (q, k, v))
+    def tensor_of(name):
+        array = arrays[f"{case['name']}.{name}"]
+        return array.view("bfloat16") if array.dtype == np.uint16 else array  # kept as bits; tvm makes NumPy know the type
+
+    q, k, v = map(tensor_of, "qkv")
+    extras = [tvm.runtime.tensor(tensor_of(value), device) if isinstance(value, str) else value for value in case["arguments"]]
     answer, lse_answer = arrays[f"{case['name']}.out"], arrays[f"{case['name']}.lse"]
     arguments = call_arguments(q, k, v, device)
-    forward(*arguments, case["scale"], *case.get("mask", ()))
+    forward(*arguments, case["scale"], *extras)
     out, lse = (tensor.numpy().astype(np.float64) for tensor in arguments[3:])
     error = np.nan_to_num(np.abs(out - answer), nan=np.inf).max(initial=0)
     unseen = np.isneginf(lse_answer)
@@ -127,7 +131,7 @@ def check_all(forward, index, arrays, device, label=""):
     wrong = 0
     for case in index["cases"]:
         try:
-            error, complaint = check(forward, case, arrays, index["dtype"], device)
+            error, complaint = check(forward, case, arrays, device)
         except ValueError as refusal:
             if label and "of compute capability" in str(refusal):
                 print(f"  {label}is for other GPUs")
@@ -138,15 +142,30 @@ def check_all(forward, index, arrays, device, label=""):
     return wrong
 
 
-def measure(module, workload, shape, mask, seed, repeat, device):
-    """Median and spread in milliseconds of calls on random data of one shape (batch, heads, key heads, queries, keys) and mask."""
+def extra_arguments(known, numbers, shape, rng, device):
+    """What follows the scale in a timed call: these numbers, and random tensors that serve all batch entries and heads."""
+    _, _, _, q_len, kv_len = shape
+    sizes, numbers = {"B": 1, "H": 1, "N": q_len, "M": kv_len}, iter(numbers)
+
+    def tensor_for(argument):
+        size = [sizes[axis] for axis in argument["axes"]]
+        whole = argument["dtype"].startswith("int")
+        return (rng.integers(0, 2, size) if whole else rng.standard_normal(size, np.float32)).astype(argument["dtype"])
+    return [tvm.runtime.tensor(tensor_for(argument), device) if argument["axes"] else next(numbers) for argument in known]
+
+
+def measure(module, manifest, shape, numbers, seed, repeat, device):
+    """Median and spread in milliseconds of calls on random data of one shape (batch, heads, key heads, queries, keys) with these numbers
+    behind the scale."""
+    workload = manifest["workload"]
     batch, heads, kv_heads, q_len, kv_len = shape
     rng = np.random.default_rng(seed)
     sizes = ((batch, q_len, heads, workload["head_dim"]), (batch, kv_len, kv_heads, workload["head_dim"]),
              (batch, kv_len, kv_heads, workload["value_dim"]))
     q, k, v = (rng.standard_normal(size, np.float32).astype(workload["dtype"]) for size in sizes)
     timer = module.time_evaluator(FORWARD, device, number=1, repeat=repeat, min_repeat_ms=20)
-    times = [1e3 * seconds for seconds in timer(*call_arguments(q, k, v, device), workload["head_dim"] ** -0.5, *mask).results]
+    extras = extra_arguments(manifest["arguments"], numbers, shape, rng, device)
+    times = [1e3 * seconds for seconds in timer(*call_arguments(q, k, v, device), workload["head_dim"] ** -0.5, *extras).results]
     return statistics.median(times), min(times), max(times)
 
 
@@ -161,8 +180,8 @@ def parse(argv):
     parser.add_argument("--heads", type=int, default=8, help="query heads of the timed calls")
     parser.add_argument("--kv-heads", type=int, default=argparse.SUPPRESS,
                         help="key heads of the timed calls (default: as many as --heads)")
-    parser.add_argument("--mask", type=int, nargs="*", default=[],
-                        help="arguments of the mask in the timed calls, such as left and right of a window; none: those of the manifest")
+    parser.add_argument("--arguments", type=float, nargs="*", default=[],
+                        help="numbers behind the scale in the timed calls, such as left and right of a window; none: those of the manifest")
     parser.add_argument("--repeat", type=int, default=10, help="measurements, of 20 ms or one call each; the median counts")
     parser.add_argument("--seed", type=int, default=0, help="seed of the timed calls' data")
     args = parser.parse_args(argv)
@@ -170,8 +189,8 @@ def parse(argv):
     args.kv_heads = getattr(args, "kv_heads", args.heads)
     if min(args.heads, args.kv_heads) < 1 or args.heads % args.kv_heads:
         parser.error(f"--heads must be a multiple of --kv-heads, found {args.heads} and {args.kv_heads}")
-    if min([args.batch, args.repeat, *args.lengths]) < 1 or min([args.seed, *args.mask]) < 0:
-        parser.error("--batch, --repeat and --lengths must be at least 1, --seed and --mask at least 0")
+    if min([args.batch, args.repeat, *args.lengths]) < 1 or args.seed < 0:
+        parser.error("--batch, --repeat and --lengths must be at least 1, --seed at least 0")
     return args
 
 
@@ -201,14 +220,18 @@ def run(args):
     print(f"{count - wrong} of {count} check cases passed")
     if wrong:
         raise RunError(f"{wrong} check cases failed: do not use this artefact")
-    known = manifest.get("mask_arguments", [])
-    names, mask = [name for name, _ in known], args.mask or [sample for _, sample in known]
-    if len(mask) != len(names):
-        raise RunError(f"--mask takes {', '.join(names) or 'nothing'} here, found {len(mask)} numbers: correct it")
+    known = [argument for argument in manifest["arguments"] if not argument["axes"]]
+    names, numbers = [argument["name"] for argument in known], args.arguments or [argument["sample"] for argument in known]
+    if len(numbers) != len(names):
+        raise RunError(f"--arguments takes {', '.join(names) or 'nothing'} here, found {len(numbers)} numbers: correct it")
+    for argument, number in zip(known, numbers):
+        if number < 0 or argument["kind"] == "count" and number != int(number):
+            raise RunError(f"{argument['name']} must be a {argument['kind']} number from 0 up, found {number:g}: correct --arguments")
+    numbers = [int(number) if argument["kind"] == "count" else number for argument, number in zip(known, numbers)]
     for length in args.lengths:
         shape = (args.batch, args.heads, args.kv_heads, length, length)
-        median, least, most = measure(module, workload, shape, mask, args.seed, args.repeat, device)
-        sizes = "".join(f", {name} {value}" for name, value in zip(names, mask))
+        median, least, most = measure(module, manifest, shape, numbers, args.seed, args.repeat, device)
+        sizes = "".join(f", {name} {value:g}" for name, value in zip(names, numbers))
         print(f"  batch {args.batch}, heads {args.heads}, length {length}{sizes}: {median:.3f} ms ({least:.3f} to {most:.3f})")
 
 

@@ -17,11 +17,11 @@ Three choices make it schedulable for every family:
 * Row statistics have `row_lanes` columns. With 1 they are plain vectors. With 4 each column belongs to one lane of a quad, as in
   the m16n8k16 accumulator fragment: every lane keeps the statistics of its own columns and holds the combined value.
 """
+import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
 from te_defs.integers import maximum
-from te_defs.masks import MASKS
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -34,24 +34,25 @@ SCALE_MIN = 2.0**-100
 def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_scale=False, max_slack=0):
     """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale, ...) -> None.
 
-    B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are the
-    mask's arguments, int32. Rows that see no key get O = 0 and LSE = -inf.
+    B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are
+    `workload.arguments`. Rows that see no key get O = 0 and LSE = -inf, or that of their sink.
 
     q_tile          query rows of a tile (Br in the paper)
     kv_tile         key rows of a tile (Bc)
     row_lanes       1 or 4, see above; 4 needs kv_tile and DV to be multiples of 8
     negative_scale  the function for scales below zero instead of the one for all others: the row maximum is taken before the scale
-                    is applied, which saves a multiplication of every score, so the sign must be known
+                    is applied, which saves a multiplication of every score, so the sign must be known. Where scores are modified they are
+                    scaled first, and one function serves all scales
     max_slack       powers of two by which a row's scores may exceed the value that stands for their maximum before it moves, and O and the
                     row sum with it; 0: it is the maximum. With 8 it rarely moves (FlashAttention-4, conditional rescaling); P is then at
                     most 2^8 and not 1, far from the end of float16
     """
     if row_lanes not in (1, 4):
         raise ValueError(f"row_lanes must be 1 or 4, found {row_lanes}: choose one of these")
-    arguments = [tirx.Var(name, "int32") for name in MASKS[workload.mask].arguments()]
-    mask, dtype = MASKS[workload.mask](*arguments), workload.dtype
+    arguments, dtype = [_parameter(argument, workload.dtype) for argument in workload.arguments], workload.dtype
+    mask, score, sink = workload.modifiers(arguments)
     D, DV, LANES = workload.head_dim, workload.value_dim, row_lanes
-    QUAD, SLACK = row_lanes == 4, max_slack > 0
+    QUAD, SLACK, SCALED = row_lanes == 4, max_slack > 0, score is not None
     SEEN = "row_max_seen" if SLACK else "row_max_new"
     PAIR = 2 if QUAD else 1  # columns of a lane that stand side by side
     STEPS = kv_tile // (LANES * PAIR)
@@ -69,8 +70,20 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         below = t >= tiles - mask.key_end(i0, M) // kv_tile
         return below if mask.from_start else tirx.And(below, t < tiles - (mask.key_begin(i0 + (q_tile - 1), M) + (kv_tile - 1)) // kv_tile)
 
-    def signed(score):
-        return -score if negative_scale else score
+    def modified(s, scale, *place):
+        """What is masked and summed of a score: with the scale's sign, or scaled and modified."""
+        if score is None:
+            return -s if negative_scale else s
+        return score.modify(s * scale, *place)
+
+    def with_sink(total, row_max_scaled, h):
+        """(row maximum, row sum, factor of O), base 2, once the sink of head h has joined a row."""
+        if sink is None:
+            return row_max_scaled, total, tirx.const(1, "float32")
+        logit = sink[h] * tirx.const(LOG2_E, "float32")
+        row_max = tirx.max(row_max_scaled, logit)
+        kept = tirx.exp2(row_max_scaled - row_max)
+        return row_max, total * kept + tirx.exp2(logit - row_max), kept
 
     @T.prim_func(s_tir=True, check_well_formed=False)
     def flash_attention(q: T.handle, k: T.handle, v: T.handle, o: T.handle, lse: T.handle, scale: T.float32):
@@ -89,7 +102,8 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                 g = T.meta_var(vh // (H // G))  # the key head of this query head
                 i0 = T.meta_var(mask.position(q0, N, M))
                 tiles = T.meta_var(T.max((mask.key_end(i0 + (q_tile - 1), M) + (kv_tile - 1)) // kv_tile, 1))
-                scale_log2 = T.meta_var(T.max(T.fabs(scale), T.float32(SCALE_MIN)) * T.float32(LOG2_E))
+                scale_log2 = T.meta_var(
+                    T.float32(LOG2_E) if SCALED else T.max(T.fabs(scale), T.float32(SCALE_MIN)) * T.float32(LOG2_E))
                 Q_tile = T.sblock_alloc_buffer((q_tile, D), dtype)
                 O_acc = T.sblock_alloc_buffer((q_tile, DV), "float32")
                 row_max = T.sblock_alloc_buffer((q_tile, LANES), "float32")
@@ -149,11 +163,17 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                             for i, j in T.grid(q_tile, kv_tile):
                                 with T.sblock("S_masked"):
                                     vi, vj = T.axis.remap("SS", [i, j])
-                                    if T.likely(whole(vt, tiles, i0, M)):
-                                        S_masked[vi, vj] = signed(S[vi, vj])
+                                    if mask.exact:
+                                        if T.likely(whole(vt, tiles, i0, M)):
+                                            S_masked[vi, vj] = modified(S[vi, vj], scale, vb, vh, q0 + vi, k0 + vj, N, M)
+                                        else:
+                                            S_masked[vi, vj] = T.if_then_else(
+                                                mask.keep(i0 + vi, k0 + vj, M),
+                                                modified(S[vi, vj], scale, vb, vh, q0 + vi, k0 + vj, N, M), -T.infinity("float32"))
                                     else:
                                         S_masked[vi, vj] = T.if_then_else(
-                                            mask.keep(i0 + vi, k0 + vj, M), signed(S[vi, vj]), -T.infinity("float32"))
+                                            mask.at(vb).keep(i0 + vi, k0 + vj, M),
+                                            modified(S[vi, vj], scale, vb, vh, q0 + vi, k0 + vj, N, M), -T.infinity("float32"))
                             for i, l, s, p in T.grid(q_tile, LANES, STEPS, PAIR):
                                 with T.sblock("tile_max"):
                                     vi, vl, vs, vp = T.axis.remap("SSRR", [i, l, s, p])
@@ -241,8 +261,8 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                     for i, l in T.grid(q_tile, LANES):
                         with T.sblock("row_sum_inverse"):
                             vi, vl = T.axis.remap("SS", [i, l])
-                            row_sum_inverse[vi, vl] = T.if_then_else(
-                                row_sum_total[vi, vl] > T.float32(0), T.float32(1) / row_sum_total[vi, vl], T.float32(0))
+                            state = T.meta_var(with_sink(row_sum_total[vi, vl], row_max[vi, vl] * scale_log2, vh))
+                            row_sum_inverse[vi, vl] = T.if_then_else(state[1] > T.float32(0), state[2] / state[1], T.float32(0))
                     for i, c in T.grid(q_tile, DV):
                         with T.sblock("O"):
                             vi, vc = T.axis.remap("SS", [i, c])
@@ -252,7 +272,17 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                         with T.sblock("LSE"):
                             vi, vl = T.axis.remap("SS", [i, l])
                             T.where(q0 + i < N)  # the lanes of a row store one value
-                            LSE[vb, vh, q0 + vi] = row_max[vi, vl] * scale_log2 * T.float32(LN_2) + T.log(row_sum_total[vi, vl])
+                            state = T.meta_var(with_sink(row_sum_total[vi, vl], row_max[vi, vl] * scale_log2, vh))
+                            LSE[vb, vh, q0 + vi] = state[0] * T.float32(LN_2) + T.log(state[1])
 
     return flash_attention if not arguments else tirx.PrimFunc(
         [*flash_attention.params, *arguments], flash_attention.body, flash_attention.ret_type, flash_attention.attrs)
+
+
+def _parameter(argument, dtype):
+    """Parameter of the function for an Argument; the axes of tensors are symbolic, each by itself, since they may have size one."""
+    kind = argument.kind
+    if not kind.axes:
+        return tirx.Var(argument.name, kind.dtype)
+    sizes = [tirx.Var(f"{argument.name}_{axis}", "int32") for axis in kind.axes]
+    return tirx.decl_buffer(sizes, kind.dtype or dtype, argument.name, data_alignment=tvm.DataType(kind.dtype or dtype).bits // 8)

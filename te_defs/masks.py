@@ -1,38 +1,39 @@
 """Masks: which keys a query row sees. One class serves the kernel, the reference and the operation count.
 
-A mask is an instance of its class; the fields, if any, are integers that arrive with each call, and so may be TIR variables. `j` is a
+A mask is an instance of its class; the fields, if any, arrive with each call (te_defs/arguments.py), and so may be TIR variables. `j` is a
 key row. `i` is what `position` makes of a query's index: for most masks it counts from the aligned diagonal, so that the last query
 stands on the last key; it is negative for the first rows where N > M, and must not be divided. All methods take Python's integers,
 NumPy's arrays and TIR expressions alike.
 
 A mask shows each row one range of keys, whose two ends never go back from row to row: row i sees key j exactly where
 key_begin(i) <= j < key_end(i). The kernels rely on it: key tiles before the first row's begin and from the last row's end on are
-skipped, and those that all rows see whole run without mask code.
+skipped, and those that all rows see whole run without mask code. A mask that is not `exact` hides keys inside that range as well: then
+no tile runs without mask code.
 """
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from te_defs.arguments import COUNT, Modifier, Operand
 from te_defs.integers import both, maximum, minimum
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(Modifier):
     """What masks have in common.
 
     from_start  whether every row sees its keys from the first one on: kernels then leave out what the other end would cost
-    samples     values of the fields, as tuples: the first is what is timed, all of them what is tested
+    exact       whether a row sees every key of its range
     """
 
     name: ClassVar[str]
     from_start: ClassVar[bool] = True
-    samples: ClassVar[tuple] = ((),)
+    exact: ClassVar[bool] = True
 
-    @classmethod
-    def arguments(cls):
-        """Names of the integers that arrive with each call, in their order."""
-        return tuple(field.name for field in fields(cls))
+    def at(self, b):
+        """The mask of batch entry b: its tensors, whose first axis is "B", are then indexed by what follows alone."""
+        return type(self)(*(value.at(b) if isinstance(value, Operand) else value for value in vars(self).values()))
 
     def position(self, i, q_len, kv_len):
         """What stands for query row i in the other methods: its place on the diagonal that ends with the last query and the last key."""
@@ -52,11 +53,13 @@ class Mask:
 
     def visible(self, q_len, kv_len):
         """Which query sees which key: booleans [q_len, kv_len]."""
+        if q_len * kv_len == 0:
+            return np.zeros((q_len, kv_len), bool)
         i = self.position(np.arange(q_len)[:, None], q_len, kv_len)
         return np.broadcast_to(self.keep(i, np.arange(kv_len)[None, :], kv_len), (q_len, kv_len))
 
     def kept(self, q_len, kv_len):
-        """Number of (query, key) pairs that are kept."""
+        """Number of (query, key) pairs that are kept; of one that is not exact, those in the ranges."""
         i = self.position(np.arange(q_len), q_len, kv_len)
         return int(np.maximum(np.broadcast_to(self.key_end(i, kv_len) - self.key_begin(i, kv_len), (q_len,)), 0).sum())
 
@@ -104,8 +107,8 @@ class Window(Mask):
     name = "window"
     from_start = False
     samples = ((1023, 0), (0, 0), (16, 3), (5, 90), (70, 0), (100, 100), (1 << 20, 1 << 20))
-    left: int
-    right: int
+    left: COUNT
+    right: COUNT
 
     def keep(self, i, j, kv_len):
         return both(j >= i - self.left, j < self.key_end(i, kv_len))
@@ -123,7 +126,7 @@ class Prefix(Mask):
 
     name = "prefix"
     samples = ((256,), (0,), (1,), (50,), (1 << 20,))
-    prefix: int
+    prefix: COUNT
 
     def key_end(self, i, kv_len):
         return minimum(maximum(i + 1, self.prefix), kv_len)

@@ -5,18 +5,17 @@ schedule; the online form (te_defs/online.py) and the tiled one (te_defs/flash_a
 """
 from tvm import te, tirx
 
-from te_defs.masks import MASKS
-
 
 def naive_attention(workload):
     """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale, ...) -> None.
 
-    B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are the
-    mask's arguments, int32. Rows that see no key get O = 0 and LSE = -inf. Sums are float32, and P is not rounded to the
-    input type. Offsets are 64-bit: S is large.
+    B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are
+    `workload.arguments`. Rows that see no key get O = 0 and LSE = -inf, or that of their sink. Sums are float32, and P is not rounded to
+    the input type. Offsets are 64-bit: S is large.
     """
-    arguments = [te.var(name) for name in MASKS[workload.mask].arguments()]
-    mask, D, DV = MASKS[workload.mask](*(x.astype("int64") for x in arguments)), workload.head_dim, workload.value_dim
+    arguments, D, DV = [_parameter(argument, workload.dtype) for argument in workload.arguments], workload.head_dim, workload.value_dim
+    mask, score, sink = workload.modifiers([x.astype("int64") if argument.kind.name == "count" else x
+                                            for x, argument in zip(arguments, workload.arguments)])
     B, N, M, H, G = (te.var(name, "int64") for name in ("B", "N", "M", "H", "G"))
     scale = te.var("scale", "float32")
     Q = te.placeholder((B, N, H, D), workload.dtype, name="Q")
@@ -30,24 +29,40 @@ def naive_attention(workload):
         return h // (H // G)
 
     def masked(b, h, i, j):
-        return tirx.Select(mask.keep(mask.position(i, N, M), j, M), S[b, h, i, j] * scale, tirx.const(float("-inf"), "float32"))
+        s = S[b, h, i, j] * scale
+        s = s if score is None else score.modify(s, *(place.astype("int32") for place in (b, h, i, j, N, M)))
+        return tirx.Select(mask.at(b).keep(mask.position(i, N, M), j, M), s, tirx.const(float("-inf"), "float32"))
 
-    def sees_a_key(i):
-        # Asked of the lengths and not of row_sum: TVM never initialises a reduction over an empty axis (M = 0).
+    def sees_a_key(b, h, i):
+        # Asked of the lengths first: TVM never initialises a reduction over an empty axis (M = 0).
         at = mask.position(i, N, M)
-        return mask.key_end(at, M) > mask.key_begin(at, M)
+        in_range = mask.key_end(at, M) > mask.key_begin(at, M)
+        return in_range if mask.exact else tirx.And(in_range, row_sum[b, h, i] > 0)
+
+    def total(b, h, i):
+        return row_sum[b, h, i] if sink is None else row_sum[b, h, i] + te.exp(sink[h] - row_max[b, h, i])
 
     S = te.compute((B, H, N, M), lambda b, h, i, j: te.sum(
         Q[b, i, h, c].astype("float32") * K[b, j, group(h), c].astype("float32"), axis=c), name="S")
     S_masked = te.compute((B, H, N, M), masked, name="S_masked")
     # The identity of max is finite, so that P of a row that sees no key is exp(-inf) = 0 and not NaN.
-    row_max = te.compute((B, H, N), lambda b, h, i: te.max(S_masked[b, h, i, j_max], axis=j_max), name="row_max")
+    seen_max = te.compute((B, H, N), lambda b, h, i: te.max(S_masked[b, h, i, j_max], axis=j_max), name="row_max")
+    row_max = seen_max if sink is None else te.compute((B, H, N), lambda b, h, i: tirx.max(seen_max[b, h, i], sink[h]), name="row_max_sink")
     P = te.compute((B, H, N, M), lambda b, h, i, j: te.exp(S_masked[b, h, i, j] - row_max[b, h, i]), name="P")
     row_sum = te.compute((B, H, N), lambda b, h, i: te.sum(P[b, h, i, j_sum], axis=j_sum), name="row_sum")
     O_acc = te.compute((B, N, H, DV), lambda b, i, h, c: te.sum(
         P[b, h, i, j] * V[b, j, group(h), c].astype("float32"), axis=j), name="O_acc")
     O = te.compute((B, N, H, DV), lambda b, i, h, c: tirx.Select(
-        sees_a_key(i), O_acc[b, i, h, c] / row_sum[b, h, i], tirx.const(0, "float32")).astype(workload.dtype), name="O")
+        sees_a_key(b, h, i), O_acc[b, i, h, c] / total(b, h, i), tirx.const(0, "float32")).astype(workload.dtype), name="O")
     LSE = te.compute((B, H, N), lambda b, h, i: tirx.Select(
-        sees_a_key(i), row_max[b, h, i] + te.log(row_sum[b, h, i]), tirx.const(float("-inf"), "float32")), name="LSE")
+        sees_a_key(b, h, i), row_max[b, h, i] + te.log(total(b, h, i)),
+        tirx.const(float("-inf"), "float32") if sink is None else sink[h]), name="LSE")
     return te.create_prim_func([Q, K, V, O, LSE, scale, *arguments])
+
+
+def _parameter(argument, dtype):
+    """Parameter of the function for an Argument."""
+    kind = argument.kind
+    if not kind.axes:
+        return te.var(argument.name, kind.dtype)
+    return te.placeholder([te.var(f"{argument.name}_{axis}") for axis in kind.axes], kind.dtype or dtype, argument.name)

@@ -11,7 +11,6 @@ Scores are kept in base 2: scale * log2(e) is folded into Q once.
 """
 from tvm import te, tirx
 
-from te_defs.masks import MASKS
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -37,16 +36,18 @@ def online_attention(workload, q_tile, kv_tile, columns=1):
     """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale, ...) -> None.
 
     B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are the
-    mask's arguments, int32. Rows that see no key get O = 0 and LSE = -inf. Lengths are rounded up to whole tiles inside,
-    with zero-filled loads.
+    mask's arguments, int32. The workload has no score modification and no sink. Rows that see no key get O = 0 and LSE = -inf. Lengths
+    are rounded up to whole tiles inside, with zero-filled loads.
 
     q_tile   query rows that N is rounded up to (Br)
     kv_tile  key rows of a partial result (Bc)
     columns  output columns that share one copy of row_max and row_sum, a divisor of DV: all parts of a Tensor Expression tuple
              have one shape, here [B, H, rows, DV / columns], so the statistics exist DV / columns times
     """
-    arguments = [te.var(name) for name in MASKS[workload.mask].arguments()]
-    mask, dtype, D, DV = MASKS[workload.mask](*arguments), workload.dtype, workload.head_dim, workload.value_dim
+    if workload.score or workload.sink:
+        raise ValueError(f"a workload without score modification and sink was wanted, found {workload.name}: use the tiled function")
+    arguments = [te.var(argument.name) for argument in workload.arguments]
+    mask, dtype, D, DV = workload.mask_class(*arguments), workload.dtype, workload.head_dim, workload.value_dim
     if DV % columns:
         raise ValueError(f"columns must divide the value dimension {DV}, found {columns}: choose a divisor")
     B, N, M, H, G = (te.var(name) for name in ("B", "N", "M", "H", "G"))

@@ -5,10 +5,15 @@ import numpy as np
 
 from te_defs import reference
 from te_defs.masks import MASKS
-from te_defs.workload import Shape, Workload
+from te_defs.arguments import AXES
+from te_defs.workload import Shape, Workload, make_arguments
 
 #: Head dimensions that every family has, and types of elements.
 DIMS, DTYPES = ((64, 64), (128, 128)), ("float32", "float16", "bfloat16")
+#: (mask, score, sink) beside the plain masks, dealt to the head dimensions and types in turn.
+FEATURES = (("causal", "softcap", False), ("window", "alibi", False), ("full", "bias", True), ("causal", "", True),
+            ("prefix", "bias", False), ("full", "softcap", True), ("causal_top_left", "alibi", True), ("window", "softcap", False),
+            ("full", "", True))
 #: Lengths around which tiles end, beside whatever is drawn up to MOST.
 LENGTHS, MOST = (0, 1, 2, 17, 63, 64, 65, 127, 128, 129), 300
 #: Scores of a call at most: the reference computes them all, in float64.
@@ -20,6 +25,7 @@ class Call:
     """One call.
 
     scale  as a multiple of 1 / sqrt(D)
+    single axes, as letters, that tensors behind the scale have with size one
     data   "normal", "large" (scores of thousands), "equal" (all keys of a head are one) or "tiny" (denormal in float16)
     """
 
@@ -28,6 +34,7 @@ class Call:
     shape: Shape
     scale: float
     data: str
+    single: str = ""
 
     @property
     def rounded_scale(self):
@@ -35,11 +42,17 @@ class Call:
         return float(np.float32(self.scale * self.workload.head_dim**-0.5))
 
     def __str__(self):
-        return f"call {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), {self.data} data"
+        single = f", single {self.single}" if self.single else ""
+        return f"call {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), {self.data} data{single}"
+
+    @property
+    def arguments(self):
+        """What follows the scale."""
+        return make_arguments(self.workload, self.shape, self.number, self.single)
 
     def rows_without_keys(self):
         """Whether there are queries that the mask shows no key."""
-        mask, n, m = MASKS[self.workload.mask](*self.shape.mask), self.shape.q_len, self.shape.kv_len
+        n, m, (mask, *_) = self.shape.q_len, self.shape.kv_len, self.workload.modifiers(self.arguments)
         i = mask.position(np.arange(n), n, m)
         return bool(np.any(mask.key_end(i, m) <= mask.key_begin(i, m))) and n > 0
 
@@ -69,10 +82,10 @@ def random_call(number, workloads):
     while batch * group * kv_heads * q_len * kv_len > SCORES:
         group, kv_heads, batch = (group - 1, kv_heads, batch) if group > 1 else (1, max(kv_heads - 1, 1), 1)
     sizes = tuple(int(rng.integers(0, MOST)) if rng.random() < 0.7 else int(pick((0, 1, 64, 128, 10_000)))
-                  for _ in MASKS[workload.mask].arguments())
+                  for argument in workload.mask_class.arguments() if not argument.kind.axes)
     shape = Shape(batch, group * kv_heads, kv_heads, q_len, kv_len, sizes)
     scale, data = float(pick((1.0, 1.0, 1.0, 0.3, -1.0, -2.5, 0.0, 4.0))), pick(("normal",) * 5 + ("large", "equal", "tiny"))
-    return Call(number, workload, shape, scale, data)
+    return Call(number, workload, shape, scale, data, "".join(axis for axis in AXES if rng.random() < 0.3))
 
 
 def workloads_of(kind, dims=DIMS):
@@ -80,13 +93,14 @@ def workloads_of(kind, dims=DIMS):
     vector divides."""
     pairs = [(pair, dtype) for pair in (dims[:1] if kind == "cpu" else dims) for dtype in DTYPES]
     pairs += [((40, 72), "float32")] if kind == "cpu" else []
-    return [Workload(*pair, dtype, mask) for pair, dtype in pairs for mask in MASKS]
+    plain = [Workload(*pair, dtype, mask) for pair, dtype in pairs for mask in MASKS]
+    return plain + [Workload(*pairs[n % len(pairs)][0], pairs[n % len(pairs)][1], *features) for n, features in enumerate(FEATURES)]
 
 
 def wanted(call, inputs):
     """(O, LSE, largest error of O, of LSE) of a call on its inputs, as `judged` takes them."""
-    answers = reference.forward(call.workload, *inputs, call.rounded_scale, call.shape.mask)
-    return *answers, *reference.tolerances(call.workload, *inputs, call.rounded_scale, call.shape.mask, answers)
+    answers = reference.forward(call.workload, *inputs, call.rounded_scale, call.arguments)
+    return *answers, *reference.tolerances(call.workload, *inputs, call.rounded_scale, call.arguments, answers)
 
 
 def judged(runs, answers_and_bounds):

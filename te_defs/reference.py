@@ -2,14 +2,7 @@
 import ml_dtypes
 import numpy as np
 
-from te_defs.masks import MASKS
-
-_NUMPY_DTYPE = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
-
-
-def numpy_dtype(workload):
-    """NumPy's type for the workload's elements (bfloat16 comes from ml_dtypes)."""
-    return np.dtype(_NUMPY_DTYPE[workload.dtype])
+from te_defs.workload import element_type as numpy_dtype
 
 
 def make_inputs(workload, shape, seed=0):
@@ -31,34 +24,48 @@ def _product_in_order(q, k):
     return s
 
 
-def _scores(workload, q, k, scale, mask, product=_product):
-    """Masked scores S [B, H, N, M]: scale * Q K^T, -inf where the mask, of these arguments, hides the key."""
-    return np.where(MASKS[workload.mask](*mask).visible(q.shape[1], k.shape[1]), product(q, k) * scale, -np.inf)
+def _visible(workload, shape, arguments):
+    """Which query sees which key, as booleans that broadcast to scores of this shape [B, H, N, M]."""
+    mask, *_ = workload.modifiers(arguments)
+    entries = range(shape[0]) if any(argument.kind.axes for argument in mask.arguments()) else range(1)
+    return np.stack([mask.at(b).visible(*shape[2:]) for b in entries])[:, None] if entries else np.ones(shape, bool)
 
 
-def _softmax(s):
-    """Unnormalised probabilities, their row sums and the row maxima (0 for a row that sees no key)."""
+def _scores(workload, q, k, scale, arguments, product=_product):
+    """Masked scores S [B, H, N, M]: scale * Q K^T, modified, -inf where the mask hides the key."""
+    s, (_, score, _) = product(q, k) * scale, workload.modifiers(arguments)
+    s = s if score is None else score.applied(s, s.shape[2:])
+    return np.where(_visible(workload, s.shape, arguments), s, -np.inf)
+
+
+def _softmax(workload, s, arguments):
+    """Unnormalised probabilities, the row sums with the sink's part, and the row maxima (0 for a row that sees nothing)."""
+    *_, sink = workload.modifiers(arguments)
     row_max = s.max(axis=-1, keepdims=True, initial=-np.inf)
+    if sink is not None:
+        sink = sink[np.arange(s.shape[1])].astype(s.dtype)[:, None, None]
+        row_max = np.maximum(row_max, sink)
     row_max = np.where(np.isneginf(row_max), 0, row_max)
     p = np.exp(s - row_max)
-    return p, p.sum(axis=-1, keepdims=True), row_max
+    return p, p.sum(axis=-1, keepdims=True) + (0 if sink is None else np.exp(sink - row_max)), row_max
 
 
-def forward(workload, q, k, v, scale=None, mask=()):
-    """Attention in float64: O [B, N, H, DV] and LSE [B, H, N]. A row that sees no key has O = 0 and LSE = -inf.
+def forward(workload, q, k, v, scale=None, arguments=()):
+    """Attention in float64: O [B, N, H, DV] and LSE [B, H, N]. A row that sees no key has O = 0 and LSE = -inf, or that of its sink.
 
-    q [B, N, H, D], k [B, M, G, D], v [B, M, G, DV]; scale defaults to 1 / sqrt(D); mask are the arguments of the workload's mask.
+    q [B, N, H, D], k [B, M, G, D], v [B, M, G, DV]; scale defaults to 1 / sqrt(D); arguments are the values of `workload.arguments`.
     """
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    p, row_sum, row_max = _softmax(_scores(workload, q, k, q.shape[-1] ** -0.5 if scale is None else scale, mask))
+    s = _scores(workload, q, k, q.shape[-1] ** -0.5 if scale is None else scale, arguments)
+    p, row_sum, row_max = _softmax(workload, s, arguments)
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
     out = np.einsum("bhij,bjhc->bihc", p / np.where(row_sum == 0, 1, row_sum), v)
     with np.errstate(divide="ignore"):
         return out, (row_max + np.log(row_sum))[..., 0]
 
 
-def backward(workload, dout, q, k, v, out, lse, scale=None, mask=()):
-    """Gradients dQ, dK, dV in float64, recomputed from the LSE (FlashAttention-2, section 2.3.2).
+def backward(workload, dout, q, k, v, out, lse, scale=None, arguments=()):
+    """Gradients dQ, dK, dV in float64, recomputed from the LSE (FlashAttention-2, section 2.3.2), without a score modification.
 
     Shapes as in `forward`; dK and dV of a key head are summed over its group of query heads.
     """
@@ -66,7 +73,7 @@ def backward(workload, dout, q, k, v, out, lse, scale=None, mask=()):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     (b, m, g, _), h = k.shape, q.shape[2]
     group = h // g if h else 1
-    s = _scores(workload, q, k, scale, mask)
+    s = _scores(workload, q, k, scale, arguments)
     seen = ~np.isneginf(lse)[..., None]
     p = np.where(seen, np.exp(s - np.where(seen, lse[..., None], 0)), 0)
     delta = np.einsum("bihc,bihc->bhi", dout, out)[..., None]
@@ -77,14 +84,15 @@ def backward(workload, dout, q, k, v, out, lse, scale=None, mask=()):
     return dq, *(x.reshape(b, m, g, group, x.shape[-1]).sum(axis=3) for x in (dk, dv))
 
 
-def _plain(workload, q, k, v, scale, mask):
+def _plain(workload, q, k, v, scale, arguments):
     """(O, LSE) of the yardstick."""
     dtype = numpy_dtype(workload)
     q, k, v = (x.astype(np.float32) for x in (q, k, v))
     scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
-    p, _, row_max = _softmax(_scores(workload, q, k, scale, mask, _product_in_order))
+    p, row_sum, row_max = _softmax(workload, _scores(workload, q, k, scale, arguments, _product_in_order), arguments)
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
-    out, row_sum, rounded = np.zeros((*q.shape[:3], v.shape[-1]), np.float32), np.zeros_like(row_max), p.astype(dtype).astype(np.float32)
+    row_sum -= p.sum(axis=-1, keepdims=True)  # what is left is the sink's part
+    out, rounded = np.zeros((*q.shape[:3], v.shape[-1]), np.float32), p.astype(dtype).astype(np.float32)
     for j in range(k.shape[1]):
         out += rounded[..., j].swapaxes(1, 2)[..., None] * v[:, j, None]
         row_sum += p[..., j, None]
@@ -92,19 +100,19 @@ def _plain(workload, q, k, v, scale, mask):
     return (out / row_sum[..., 0].swapaxes(1, 2)[..., None]).astype(dtype), (row_max + np.log(row_sum))[..., 0]
 
 
-def plain(workload, q, k, v, scale=None, mask=()):
+def plain(workload, q, k, v, scale=None, arguments=()):
     """The yardstick: plain attention that reads the input type, sums in float32, in order, and rounds P and O to the input type."""
-    return _plain(workload, q, k, v, scale, mask)[0]
+    return _plain(workload, q, k, v, scale, arguments)[0]
 
 
-def _errors_of_rounding(workload, q, k, v, out, scale, mask):
+def _errors_of_rounding(workload, q, k, v, out, scale, arguments):
     """Errors of O [B, N, H, DV] and LSE [B, H, N] to first order, where float32 rounds each step once: the sums of a score and of O by the
     sum of their products' magnitudes, the scaled score, P, and P times a value. By errors of the scores O is off by the sum over keys of
     p * off * (v - O), which Cauchy and Schwarz bound by two sums of products."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     scale, step = q.shape[-1] ** -0.5 if scale is None else scale, np.finfo(np.float32).eps / 2
-    s = _scores(workload, q, k, scale, mask)
-    p, row_sum, _ = _softmax(s)
+    s = _scores(workload, q, k, scale, arguments)
+    p, row_sum, _ = _softmax(workload, s, arguments)
     p /= np.where(row_sum == 0, 1, row_sum)
     off = step * (abs(scale) * _product(abs(q), abs(k)) + np.where(np.isneginf(s), 0, abs(s)) + 1)
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
@@ -117,7 +125,7 @@ def _errors_of_rounding(workload, q, k, v, out, scale, mask):
 LSE_TOLERANCE = 2e-5
 
 
-def tolerances(workload, q, k, v, scale=None, mask=(), answers=None):
+def tolerances(workload, q, k, v, scale=None, arguments=(), answers=None):
     """(largest error that O may have, largest error of LSE relative to the size of LSE but at least absolute).
 
     That of O is twice that of `plain` on the same inputs plus one rounding step of the output type, that of LSE twice that of `plain` plus
@@ -125,11 +133,11 @@ def tolerances(workload, q, k, v, scale=None, mask=(), answers=None):
 
     answers  (O, LSE) in float64, where they are already known
     """
-    out, lse = forward(workload, q, k, v, scale, mask) if answers is None else answers
+    out, lse = forward(workload, q, k, v, scale, arguments) if answers is None else answers
     if out.size == 0:
         return 0.0, LSE_TOLERANCE
-    plain_out, plain_lse = _plain(workload, q, k, v, scale, mask)
-    of_out, of_lse = _errors_of_rounding(workload, q, k, v, out, scale, mask)
+    plain_out, plain_lse = _plain(workload, q, k, v, scale, arguments)
+    of_out, of_lse = _errors_of_rounding(workload, q, k, v, out, scale, arguments)
     seen = ~np.isneginf(lse)
     lse = np.where(seen, lse, 0)
     error = max(2 * np.abs(plain_out.astype(np.float64) - out).max(), of_out.max())

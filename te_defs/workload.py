@@ -1,12 +1,20 @@
 """The attention problem: what is fixed when a kernel is built (Workload) and what arrives with each call (Shape)."""
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from te_defs.masks import MASKS
+import ml_dtypes
+import numpy as np
+
+from te_defs.arguments import AXES, PER_HEAD, Argument, Operand
+from te_defs.masks import MASKS, Mask
+from te_defs.scores import ScoreError, find_score, imported, prove
 
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _LONG_DTYPE = {short: dtype for dtype, short in DTYPES.items()}
-_NAME = re.compile(r"fwd_d(\d{1,4})_dv(\d{1,4})_(f16|bf16|f32)_([a-z_]+)")
+_PATH = r"[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?"
+_NAME = re.compile(rf"fwd_d(\d{{1,4}})_dv(\d{{1,4}})_(f16|bf16|f32)_({_PATH})((?:\+{_PATH})*)", re.ASCII)
+#: The argument of a workload with sinks: a logit for each query head, which takes part in the softmax and has no value.
+SINK = Argument("sink", PER_HEAD)
 
 
 class WorkloadError(ValueError):
@@ -20,13 +28,19 @@ class Workload:
     head_dim   channels D of a query and a key, 8 to 256 in steps of 8
     value_dim  channels DV of a value and of the output, likewise
     dtype      element type of Q, K, V and O: float16, bfloat16 or float32; sums are float32 in every case
-    mask       name of a class in te_defs.masks, such as "full" or "causal"; its arguments arrive with each call
+    mask       name of a class in te_defs.masks, such as "full" or "causal", or one of your own as "module:class"
+    score      name of a class in te_defs.scores, such as "softcap", or a function or class of your own as "module:name"; "": none
+    sink       whether each head has a sink: a logit that takes part in the softmax, with a value of zero
+
+    The arguments of mask, score and sink arrive with each call.
     """
 
     head_dim: int
     value_dim: int
     dtype: str = "float16"
     mask: str = "full"
+    score: str = ""
+    sink: bool = False
 
     def __post_init__(self):
         for name, size in (("head_dim", self.head_dim), ("value_dim", self.value_dim)):
@@ -34,22 +48,76 @@ class Workload:
                 raise WorkloadError(f"{name} must be a multiple of 8 from 8 to 256, found {size!r}: choose such a dimension")
         if self.dtype not in DTYPES:
             raise WorkloadError(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}: choose one of these")
-        if self.mask not in MASKS:
-            raise WorkloadError(f"mask must be one of {', '.join(MASKS)}, found {self.mask!r}: choose one of these")
+        _mask_class(self.mask)
+        try:
+            if self.score:
+                prove(find_score(self.score))
+        except ScoreError as error:
+            raise WorkloadError(str(error)) from error
+        names = [argument.name for argument in self.arguments]
+        if len(set(names)) < len(names):
+            raise WorkloadError(f"the arguments of mask and score must have names of their own, found {', '.join(names)}: rename one")
 
     @property
     def name(self):
         """The name that `parse` reads back; it is also the folder of the workload's tuning log."""
-        return f"fwd_d{self.head_dim}_dv{self.value_dim}_{DTYPES[self.dtype]}_{self.mask}"
+        features = "".join(f"+{feature}" for feature in (self.score, "sink" if self.sink else "") if feature)
+        return f"fwd_d{self.head_dim}_dv{self.value_dim}_{DTYPES[self.dtype]}_{self.mask}{features}"
+
+    @property
+    def mask_class(self):
+        """Class of te_defs.masks."""
+        return _mask_class(self.mask)
+
+    @property
+    def score_class(self):
+        """Class of te_defs.scores, None where scores stay as they are."""
+        return find_score(self.score) if self.score else None
+
+    @property
+    def arguments(self):
+        """Arguments that follow the scale in a call: those of the mask, those of the score modification, the sink."""
+        return (*self.mask_class.arguments(), *(self.score_class.arguments() if self.score else ()), *([SINK] if self.sink else []))
+
+    def modifiers(self, arguments):
+        """(mask, score, sink) of the values of all arguments; score and sink None where there is none."""
+        masks = len(self.mask_class.arguments())
+        scores = masks + (len(self.score_class.arguments()) if self.score else 0)
+        return (self.mask_class.of(arguments[:masks]), self.score_class.of(arguments[masks:scores]) if self.score else None,
+                Operand(arguments[scores]) if self.sink else None)
+
+    def with_feature(self, feature):
+        """The workload with a feature more, as names have them behind a plus: "sink" or a score modification."""
+        if feature == "sink":
+            return replace(self, sink=True)
+        if self.score:
+            raise WorkloadError(f"a workload takes one score modification, found {self.score} and {feature}: write one function of both")
+        return replace(self, score=feature)
 
     @classmethod
     def parse(cls, name):
-        """Workload of a name such as fwd_d128_dv128_f16_causal; WorkloadError where the name has another form."""
+        """Workload of a name such as fwd_d128_dv128_f16_causal or fwd_d64_dv64_bf16_window+softcap+sink; WorkloadError where the name has
+        another form."""
         found = _NAME.fullmatch(name)
         if found is None:
             raise WorkloadError(f"a workload is named like fwd_d128_dv128_f16_causal, found {name!r}: correct the name")
-        head_dim, value_dim, dtype, mask = found.groups()
-        return cls(int(head_dim), int(value_dim), _LONG_DTYPE[dtype], mask)
+        head_dim, value_dim, dtype, mask, features = found.groups()
+        workload = cls(int(head_dim), int(value_dim), _LONG_DTYPE[dtype], mask)
+        for feature in features.split("+")[1:]:
+            workload = workload.with_feature(feature)
+        return workload
+
+
+def _mask_class(name):
+    """Class of a mask; WorkloadError where there is none of this name."""
+    if name in MASKS:
+        return MASKS[name]
+    if ":" not in name:
+        raise WorkloadError(f"mask must be one of {', '.join(MASKS)} or module:class, found {name!r}: choose one of these")
+    found = imported(name, "mask", WorkloadError)
+    if not (isinstance(found, type) and issubclass(found, Mask)):
+        raise WorkloadError(f"a mask is a class of te_defs.masks.Mask, found {name} to be something else: correct it")
+    return found
 
 
 @dataclass(frozen=True)
@@ -76,16 +144,49 @@ class Shape:
         return (b, n, h, d), (b, m, g, d), (b, m, g, dv), (b, n, h, dv), (b, h, n)
 
 
+def samples_of(workload):
+    """The values that are timed of all arguments that are no tensors."""
+    return (*workload.mask_class.samples[0], *(workload.score_class.samples[0] if workload.score else ()))
+
+
+def make_arguments(workload, shape, seed=0, single=""):
+    """Values of all arguments that follow the scale: those of `shape.mask`, a sample of the score's numbers, seeded random tensors.
+
+    single  letters of te_defs.arguments.AXES: axes of tensors that shall have size one
+    """
+    rng, dtype = np.random.default_rng([seed, 7] if np.ndim(seed) == 0 else [*seed, 7]), element_type(workload)
+    sizes = {"B": shape.batch, "H": shape.q_heads, "N": shape.q_len, "M": shape.kv_len}
+    values = workload.mask_class.make(shape.mask, sizes, dtype, rng, single)
+    if workload.score:
+        samples = workload.score_class.samples
+        values += workload.score_class.make(samples[rng.integers(len(samples)) if np.any(seed) else 0], sizes, dtype, rng, single)
+    if workload.sink:
+        values += (2 * rng.standard_normal(1 if "H" in single else shape.q_heads, np.float32),)
+    return values
+
+
+def timed_arguments(workload, shape):
+    """The same for a kernel that is to be timed: tensors serve all batch entries and heads, or a bias would take too much memory."""
+    return make_arguments(workload, shape, single="BH")
+
+
+def element_type(workload):
+    """NumPy's type for the workload's elements (bfloat16 comes from ml_dtypes)."""
+    return np.dtype(ml_dtypes.bfloat16 if workload.dtype == "bfloat16" else workload.dtype)
+
+
 def flops(workload, shape):
-    """Floating-point operations of the two products over the scores that the mask keeps, two per multiply-add."""
-    kept = MASKS[workload.mask](*shape.mask).kept(shape.q_len, shape.kv_len)
+    """Floating-point operations of the two products over the scores that the mask keeps (of one that is not exact, those in the ranges of
+    its rows), two per multiply-add."""
+    small = workload.mask_class.make(shape.mask, dict.fromkeys(AXES, 1), "float32", np.random.default_rng())
+    kept = workload.mask_class.of(small).kept(shape.q_len, shape.kv_len)
     return 2 * shape.batch * shape.q_heads * kept * (workload.head_dim + workload.value_dim)
 
 
 def standard_shape(workload, length, tokens=16384, hidden=2048):
     """The field's benchmark shape: `tokens` tokens in all, `hidden` / D heads with keys of their own, the mask's first sample."""
     heads = max(hidden // workload.head_dim, 1)
-    return Shape(max(tokens // length, 1), heads, heads, length, length, MASKS[workload.mask].samples[0])
+    return Shape(max(tokens // length, 1), heads, heads, length, length, workload.mask_class.samples[0])
 
 
 #: The workloads that the tuner knows by a short name.

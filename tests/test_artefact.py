@@ -193,7 +193,7 @@ class TestExport:
         manifest = describe(WORKLOAD, variants)
         path, _ = export_artefact(variants, WORKLOAD, tmp_path / "m.so", manifest, ())
         found = read_manifest(path)
-        assert found == json.loads(json.dumps(manifest)) and found["schema"] == 2
+        assert found == json.loads(json.dumps(manifest)) and found["schema"] == 3
         assert found["workload"]["name"] == WORKLOAD.name and found["variants"][0]["plan"] == {"q_tile": 64, "kv_tile": 32}
         assert found["variants"][0]["target"] == {"kind": "cpu", "lowered_for": "znver4", "archs": []}
         assert (found["variants"][0]["max_elements"], found["variants"][0]["alignment"]) == (2**31 - 1, 4)

@@ -90,8 +90,8 @@ class TestArguments:
     @pytest.mark.parametrize("mask", [(5, 2), (0, 0), (1000, 0)])
     def test_reach_the_kernel(self, call, mask):
         inputs = reference.make_inputs(WINDOW, Shape(1, 2, 1, 20, 30))
-        answers = reference.forward(WINDOW, *inputs, mask=mask)
-        assert reference.mismatch(*call(*mask), *answers, *reference.tolerances(WINDOW, *inputs, mask=mask)) is None
+        answers = reference.forward(WINDOW, *inputs, arguments=mask)
+        assert reference.mismatch(*call(*mask), *answers, *reference.tolerances(WINDOW, *inputs, arguments=mask)) is None
 
     def test_beyond_all_lengths_they_mean_the_same(self, call):
         for found, wanted in zip(call(2**62, 2**31), call(50, 50)):
@@ -109,15 +109,16 @@ class TestArguments:
     def test_are_told_by_the_manifest(self, exported):
         manifest = json.loads(tvm_ffi.load_module(str(exported)).flash_attention_manifest())
         assert manifest["signature"] == "flash_attention_forward(q, k, v, out, lse, scale, left, right)"
-        assert manifest["mask_arguments"] == [["left", 1023], ["right", 0]]
+        assert [(argument["name"], argument["kind"], argument["sample"]) for argument in manifest["arguments"]] == [
+            ("left", "count", 1023), ("right", "count", 0)]
 
     def test_run_times_those_that_it_is_given(self, exported):
-        command = [sys.executable, "-m", "scripts.run", str(exported), "--lengths", "64", "--repeat", "1", "--mask"]
+        command = [sys.executable, "-m", "scripts.run", str(exported), "--lengths", "64", "--repeat", "1", "--arguments"]
         done = subprocess.run([*command, "9", "4"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0 and "length 64, left 9, right 4: " in done.stdout and "11 of 11 check cases passed" in done.stdout
         short = subprocess.run([*command, "9"], cwd=ROOT, capture_output=True, text=True)
-        assert short.returncode == 1 and "--mask takes left, right here, found 1 numbers: correct it" in short.stderr
+        assert short.returncode == 1 and "--arguments takes left, right here, found 1 numbers: correct it" in short.stderr
 
     def test_check_cases_try_several(self):
-        assert {case.mask for case in check_cases(WINDOW)} == set(MASKS["window"].samples)
-        assert {case.mask for case in check_cases(replace(WINDOW, mask="causal"))} == {()}
+        assert {case.arguments for case in check_cases(WINDOW)} == set(MASKS["window"].samples)
+        assert {case.arguments for case in check_cases(replace(WINDOW, mask="causal"))} == {()}

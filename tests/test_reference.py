@@ -32,7 +32,7 @@ def visible(mask, shape):
 
 def forward(workload, *arguments):
     """The reference with this file's arguments of the workload's mask."""
-    return reference.forward(workload, *arguments, mask=ARGUMENTS.get(workload.mask, ()))
+    return reference.forward(workload, *arguments, arguments=ARGUMENTS.get(workload.mask, ()))
 
 
 @pytest.fixture(params=list(MASKS))
@@ -138,7 +138,7 @@ def test_backward_is_the_slope_of_forward(workload, shape, wrong):
     inputs = dict(zip("qkv", (x.astype(np.float64) for x in reference.make_inputs(workload, shape))))
     out, lse = forward(workload, *inputs.values())
     dout, direction = rng.standard_normal(out.shape), rng.standard_normal(inputs[wrong].shape)
-    gradients = reference.backward(workload, dout, *inputs.values(), out, lse, mask=ARGUMENTS.get(workload.mask, ()))
+    gradients = reference.backward(workload, dout, *inputs.values(), out, lse, arguments=ARGUMENTS.get(workload.mask, ()))
     gradient = dict(zip("qkv", gradients))[wrong]
     step = 1e-5
     ahead, behind = ({**inputs, wrong: inputs[wrong] + sign * step * direction} for sign in (1, -1))

@@ -1,27 +1,27 @@
 """Check cases: seeded inputs with their float64 answers, kept beside an artefact so that whoever has it can prove it right.
 
 They are read with NumPy alone. `<stem>.check.npz` holds one text array `index`, JSON of this form, and for each case arrays
-`<case>.q`, `.k`, `.v` (the workload's type; bfloat16 as the uint16 of its bits), `.out` and `.lse` (float64)::
+`<case>.q`, `.k`, `.v` (the workload's type; bfloat16 as the uint16 of its bits), `.out` and `.lse` (float64), and one for each tensor
+argument behind the scale::
 
-    {"schema": 1, "workload": "fwd_d64_dv64_bf16_causal", "dtype": "bfloat16", "cases": [
-        {"name": "ragged", "scale": 0.125, "mask": [], "out_tolerance": 0.004, "lse_tolerance": 2e-05}, ...]}
+    {"schema": 2, "workload": "fwd_d64_dv64_bf16_window+bias", "dtype": "bfloat16", "cases": [
+        {"name": "ragged", "scale": 0.125, "arguments": [16, 3, "bias"], "out_tolerance": 0.004, "lse_tolerance": 2e-05}, ...]}
 
-`mask` holds the arguments that follow the scale in the call.
+`arguments` are those that follow the scale in the call; a text names an array, here `ragged.bias`.
 
 A kernel passes a case when |out - answer| <= out_tolerance and |lse - answer| <= lse_tolerance * max(|answer|, 1) everywhere, and rows
 whose answer is lse = -inf have exactly that and out = 0.
 """
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from te_defs import reference
-from te_defs.masks import MASKS
-from te_defs.workload import Shape
+from te_defs.workload import Shape, make_arguments
 
-SCHEMA = 1
+SCHEMA = 2
 
 #: name -> (shape, scale as a multiple of 1 / sqrt(D)). Between them: lengths that no tile divides, one query, more queries than keys
 #: (rows without keys under a causal mask), grouped heads, no keys, no batch, more tiles than a GPU has multiprocessors, and scales of
@@ -43,14 +43,14 @@ CHECK_SHAPES = {
 
 @dataclass(frozen=True)
 class CheckCase:
-    """Inputs q, k, v in the workload's type, scale and mask arguments, float64 answers out and lse, and the errors that are allowed."""
+    """Inputs q, k, v in the workload's type, scale and what follows it, float64 answers out and lse, and the errors that are allowed."""
 
     name: str
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
     scale: float
-    mask: tuple
+    arguments: tuple
     out: np.ndarray
     lse: np.ndarray
     out_tolerance: float
@@ -60,26 +60,30 @@ class CheckCase:
 def check_cases(workload, seed=0):
     """CheckCases of a workload for all of CHECK_SHAPES, with its mask's samples in turn; each draws from a seed of its own, so that adding
     one changes no other."""
-    cases = []
-    for (name, (shape, factor)), mask in zip(CHECK_SHAPES.items(), itertools.cycle(MASKS[workload.mask].samples)):
-        q, k, v = reference.make_inputs(workload, shape, seed=[seed, *name.encode()])
+    cases, sizes_to_be_one = [], itertools.cycle(("", "B", "BH", "N", "BHN", "M"))
+    for (name, (shape, factor)), mask, single in zip(CHECK_SHAPES.items(), itertools.cycle(workload.mask_class.samples), sizes_to_be_one):
+        own_seed = [seed, *name.encode()]
+        q, k, v = reference.make_inputs(workload, shape, own_seed)
+        arguments = make_arguments(workload, replace(shape, mask=mask), own_seed, single)
         # The call hands the scale over as float32, so the answer is that of the rounded number.
         scale = float(np.float32(factor * workload.head_dim**-0.5))
-        out, lse = reference.forward(workload, q, k, v, scale, mask)
-        cases.append(CheckCase(name, q, k, v, scale, mask, out, lse, *reference.tolerances(workload, q, k, v, scale, mask, (out, lse))))
+        out, lse = reference.forward(workload, q, k, v, scale, arguments)
+        tolerances = reference.tolerances(workload, q, k, v, scale, arguments, (out, lse))
+        cases.append(CheckCase(name, q, k, v, scale, arguments, out, lse, *tolerances))
     return tuple(cases)
 
 
 def write_cases(path, workload, cases):
     """Write the cases of one workload to `path` in the form that the module describes."""
-    fields = ("name", "scale", "mask", "out_tolerance", "lse_tolerance")
-    index = {"schema": SCHEMA, "workload": workload.name, "dtype": workload.dtype,
-             "cases": [{field: getattr(case, field) for field in fields} for case in cases]}
+    fields, names = ("name", "scale", "out_tolerance", "lse_tolerance"), [argument.name for argument in workload.arguments]
+    index = {"schema": SCHEMA, "workload": workload.name, "dtype": workload.dtype, "cases": [
+        {**{field: getattr(case, field) for field in fields},
+         "arguments": [name if isinstance(value, np.ndarray) else value for name, value in zip(names, case.arguments)]} for case in cases]}
     arrays = {"index": np.array(json.dumps(index))}
     for case in cases:
-        for name in ("q", "k", "v"):
-            array = getattr(case, name)
-            arrays[f"{case.name}.{name}"] = array.view(np.uint16) if workload.dtype == "bfloat16" else array
-        arrays[f"{case.name}.out"], arrays[f"{case.name}.lse"] = case.out, case.lse
+        tensors = {"q": case.q, "k": case.k, "v": case.v, "out": case.out, "lse": case.lse,
+                   **{name: value for name, value in zip(names, case.arguments) if isinstance(value, np.ndarray)}}
+        for name, array in tensors.items():
+            arrays[f"{case.name}.{name}"] = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
     with open(path, "wb") as file:
         np.savez_compressed(file, **arrays)

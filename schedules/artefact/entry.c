@@ -13,7 +13,7 @@
  *   FLASHTIR_ARCHS             the architectures of all variants, for messages
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
  *   FLASHTIR_DTYPE_CODE, _BITS element type of q, k, v, out   FLASHTIR_DEVICE_TYPE  DLDeviceType of all tensors
- *   FLASHTIR_MASK_ARGUMENTS    names of the mask's arguments, each as a text with a comma behind it
+ *   FLASHTIR_EXTRAS            the arguments behind scale, those of mask, score modification and sink: for each an Extra with a comma behind it
  *   FLASHTIR_CALL              names of all arguments, for messages
  *   FLASHTIR_MANIFEST          JSON text
  *
@@ -56,8 +56,17 @@ FLASHTIR_VARIANTS(DECLARE)
 static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
 enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
 
-static const char *const kMaskArguments[] = {FLASHTIR_MASK_ARGUMENTS NULL};
-enum { Q, K, V, OUT, LSE, TENSORS, SCALE = TENSORS, MASK, ARGUMENTS = MASK + sizeof kMaskArguments / sizeof *kMaskArguments - 1 };
+/* An argument of the mask, the score modification or the sink: an int from 0 up, a number, one above zero, or a tensor. Of a tensor, axes
+ * holds a letter for each axis: B, H, N or M for as many as batch, heads, queries or keys, or for one. */
+typedef struct {
+  const char *name;
+  enum { COUNT, NUMBER, POSITIVE, TENSOR } kind;
+  DLDataType dtype;
+  const char *axes;
+} Extra;
+static const Extra kExtras[] = {FLASHTIR_EXTRAS{NULL}};
+enum { EXTRAS = sizeof kExtras / sizeof *kExtras - 1 };
+enum { Q, K, V, OUT, LSE, TENSORS, SCALE = TENSORS, FIRST_EXTRA, ARGUMENTS = FIRST_EXTRA + EXTRAS };
 enum { MAX_RANK = 4 };
 
 /* What one dimension must be: a constant, the size of an earlier tensor's axis, or free (both zero). */
@@ -199,33 +208,66 @@ static int check_scale(const TVMFFIAny *arg, int *negative) {
   return 0;
 }
 
-/* The mask's arguments are numbers of keys. Beyond all lengths they mean the same whatever they are; kernels add them to rows, in 32 bits. */
-static int check_mask(const TVMFFIAny *args, TVMFFIAny *checked, const DLTensor plain[TENSORS]) {
+/* Counts are numbers of keys. Beyond all lengths they mean the same whatever they are; kernels add them to rows, in 32 bits. */
+static int check_count(const Extra *extra, const TVMFFIAny *arg, TVMFFIAny *checked, const DLTensor plain[TENSORS]) {
   enum { TILE = 1024 }; /* more rows than a tile has, by which kernels look past the end */
   int64_t queries = plain[Q].shape[1], keys = plain[K].shape[1], most = INT32_MAX - TILE - (queries > keys ? queries : keys);
-  for (int i = MASK; i < ARGUMENTS; ++i) {
-    const char *name = kMaskArguments[i - MASK];
-    if (args[i].type_index != kTVMFFIInt) return fail("TypeError", "%s is %s, wanted an int", name, type_name(&args[i]));
-    if (args[i].v_int64 < 0)
-      return fail("ValueError", "%s is %lld, wanted a number of keys, zero or more", name, (long long)args[i].v_int64);
-    checked[i] = args[i];
-    if (args[i].v_int64 > most) checked[i].v_int64 = most;
+  if (arg->type_index != kTVMFFIInt) return fail("TypeError", "%s is %s, wanted an int", extra->name, type_name(arg));
+  if (arg->v_int64 < 0)
+    return fail("ValueError", "%s is %lld, wanted a number of keys, zero or more", extra->name, (long long)arg->v_int64);
+  if (arg->v_int64 > most) checked->v_int64 = most;
+  return 0;
+}
+
+static int check_number(const Extra *extra, const TVMFFIAny *arg) {
+  if (arg->type_index != kTVMFFIFloat && arg->type_index != kTVMFFIInt)
+    return fail("TypeError", "%s is %s, wanted a number", extra->name, type_name(arg));
+  double number = arg->type_index == kTVMFFIInt ? (double)arg->v_int64 : arg->v_float64;
+  if (!isfinite((float)number) || (extra->kind == POSITIVE && !((float)number > 0)))
+    return fail("ValueError", "%s is %g, wanted a number%s that is finite in float32", extra->name, number,
+                extra->kind == POSITIVE ? " above zero" : "");
+  return 0;
+}
+
+/* Type, shape and compact strides of a tensor argument; `plain` and `elements` receive what those of the call's tensors do. */
+static int check_operand(const Extra *extra, const TVMFFIAny *arg, const DLTensor *const tensors[TENSORS], DLTensor *plain, int64_t *elements) {
+  static const char letters[] = "BHNM";
+  static const char *const names[] = {"batch entries", "heads", "queries", "keys"};
+  const int64_t sizes[] = {tensors[Q]->shape[0], tensors[Q]->shape[2], tensors[Q]->shape[1], tensors[K]->shape[1]};
+  const DLTensor *tensor = as_tensor(arg);
+  const Wanted wanted = {extra->name, extra->axes, extra->dtype, (int)strlen(extra->axes), {FREE, FREE, FREE, FREE}};
+  if (tensor == NULL) return fail("TypeError", "%s is %s, wanted a tensor", extra->name, type_name(arg));
+  if (check_type(&wanted, tensor, tensors[Q]->device)) return -1;
+  for (int axis = 0; axis < wanted.rank; ++axis) {
+    int which = (int)(strchr(letters, extra->axes[axis]) - letters);
+    if (tensor->shape[axis] != 1 && tensor->shape[axis] != sizes[which])
+      return fail("ValueError", "%s.shape[%d] is %lld, wanted 1 or %lld, the number of %s", extra->name, axis, (long long)tensor->shape[axis],
+                  (long long)sizes[which], names[which]);
   }
+  if (check_shape(&wanted, tensor, tensors, elements)) return -1;
+  if (*elements > INT32_MAX) return fail("ValueError", "%s has 2^31 elements or more, wanted fewer: " SPLIT, extra->name);
+  *plain = *tensor;
+  plain->data = *elements ? (char *)tensor->data + tensor->byte_offset : (char *)tensors[Q]->data + tensors[Q]->byte_offset;
+  plain->byte_offset = 0;
+  plain->strides = NULL;
   return 0;
 }
 
 static int64_t bytes_of(const DLTensor *tensor, int64_t elements) { return elements * (tensor->dtype.bits / 8); }
 
-static int check_memory(const DLTensor plain[TENSORS], const int64_t elements[TENSORS]) {
-  for (int i = 0; i < TENSORS; ++i) {
+static int overlaps(const DLTensor *a, int64_t a_elements, const DLTensor *b, int64_t b_elements) {
+  uintptr_t a_start = (uintptr_t)a->data, b_start = (uintptr_t)b->data;
+  return a_elements && b_elements && a_start < b_start + bytes_of(b, b_elements) && b_start < a_start + bytes_of(a, a_elements);
+}
+
+static int check_memory(const DLTensor *plain, const int64_t *elements) {
+  for (int i = 0; i < TENSORS + EXTRAS; ++i) {
+    const char *name = i < TENSORS ? kWanted[i].name : kExtras[i - TENSORS].name;
     if (elements[i] == 0) continue;
-    uintptr_t start = (uintptr_t)plain[i].data, end = start + bytes_of(&plain[i], elements[i]);
-    if (start == 0) return fail("ValueError", "%s has no data, wanted a pointer to its elements", kWanted[i].name);
-    for (int output = OUT; output <= LSE; ++output) {
-      uintptr_t written = (uintptr_t)plain[output].data, written_end = written + bytes_of(&plain[output], elements[output]);
-      if (i < output && elements[output] && start < written_end && written < end)
-        return fail("ValueError", "%s shares memory with %s, wanted outputs of their own", kWanted[output].name, kWanted[i].name);
-    }
+    if (plain[i].data == NULL) return fail("ValueError", "%s has no data, wanted a pointer to its elements", name);
+    for (int output = OUT; output <= LSE; ++output)
+      if ((i < output || i >= TENSORS) && overlaps(&plain[output], elements[output], &plain[i], elements[i]))
+        return fail("ValueError", "%s shares memory with %s, wanted outputs of their own", kWanted[output].name, name);
   }
   return 0;
 }
@@ -346,8 +388,8 @@ static void say_once(const Refusal *why, const Variant *used) {
 
 static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result, const Variant *only) {
   const DLTensor *tensors[TENSORS];
-  int64_t elements[TENSORS];
-  DLTensor plain[TENSORS];
+  int64_t elements[TENSORS + EXTRAS] = {0};
+  DLTensor plain[TENSORS + EXTRAS];
   TVMFFIAny checked[ARGUMENTS];
   Refusal passed_over;
   int negative = 0;
@@ -369,14 +411,24 @@ static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *
   checked[SCALE] = args[SCALE];
   const Variant *variant = choose(plain, elements, only, &passed_over);
   if (variant == NULL || check_groups(tensors[Q]->shape[2], tensors[K]->shape[2]) || check_scale(&args[SCALE], &negative)) return -1;
-  if (check_mask(args, checked, plain) || check_memory(plain, elements)) return -1;
+  for (int i = 0; i < EXTRAS; ++i) {
+    const Extra *extra = &kExtras[i];
+    const TVMFFIAny *arg = &args[FIRST_EXTRA + i];
+    checked[FIRST_EXTRA + i] = *arg;
+    if (extra->kind == COUNT && check_count(extra, arg, &checked[FIRST_EXTRA + i], plain)) return -1;
+    if ((extra->kind == NUMBER || extra->kind == POSITIVE) && check_number(extra, arg)) return -1;
+    if (extra->kind != TENSOR) continue;
+    if (check_operand(extra, arg, tensors, &plain[TENSORS + i], &elements[TENSORS + i])) return -1;
+    checked[FIRST_EXTRA + i] = (TVMFFIAny){.type_index = kTVMFFIDLTensorPtr, .v_ptr = &plain[TENSORS + i]};
+  }
+  if (check_memory(plain, elements)) return -1;
   if (elements[LSE] == 0) return 0;
   if (elements[K] == 0) plain[K].data = plain[V].data = plain[Q].data;
   say_once(&passed_over, variant);
   return (negative ? variant->negative : variant->kernel)(self, checked, ARGUMENTS, result);
 }
 
-/* flash_attention_forward(q, k, v, out, lse, scale, the mask's arguments) -> None */
+/* flash_attention_forward(q, k, v, out, lse, scale, the extras) -> None */
 TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
   return forward(self, args, count, result, NULL);
 }

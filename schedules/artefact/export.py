@@ -11,13 +11,12 @@ import tvm_ffi
 from schedules.arch import cuda_arch
 from schedules.artefact.cases import write_cases
 from schedules.artefact.manifest import call_arguments, to_json
-from schedules.build import kernel_names
+from schedules.build import kernel_names, signs
 from schedules.lowering.toolkit import run_c_compiler
-from te_defs.masks import MASKS
 
 ENTRY = Path(__file__).with_name("entry.c")
 
-_DTYPE_CODES = {"float": 2, "bfloat": 4}
+_DTYPE_CODES = {"int": 0, "float": 2, "bfloat": 4}
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 
 
@@ -40,7 +39,7 @@ def export_artefact(variants, workload, path, manifest, cases):
     path = Path(path)
     if path.is_dir():
         raise ExportError(f"an artefact is a file, found the folder {path}: name a file in it")
-    check_variants(variants)
+    check_variants(variants, workload)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as scratch:
         scratch = Path(scratch)
@@ -56,10 +55,10 @@ def export_artefact(variants, workload, path, manifest, cases):
     return path, checks_path
 
 
-def check_variants(variants):
+def check_variants(variants, workload):
     """ExportError where a variant cannot be shipped, or not together with the others."""
     for place, variant in enumerate(variants, 1):
-        for name in kernel_names(place):
+        for name, _ in zip(kernel_names(place), signs(workload)):
             if not variant.module.implements_function(name):
                 raise ExportError(f"a module with a function {name} is needed, found none: build it with schedules.build.build_plan")
         for part in variant.module.imports:
@@ -99,16 +98,15 @@ def compile_entry(workload, variants, manifest, folder):
 
 def _config(workload, variants, manifest):
     """The header artefact_config.h; entry.c says what each constant is."""
-    kind, bits = workload.dtype.rstrip("0123456789"), int("".join(filter(str.isdigit, workload.dtype)))
     constants = {
-        "VARIANTS(X)": " ".join(f"X({_entry_of(variant, place)})" for place, variant in enumerate(variants, 1)),
+        "VARIANTS(X)": " ".join(f"X({_entry_of(variant, place, workload)})" for place, variant in enumerate(variants, 1)),
         "ARCHS": json.dumps(", ".join(dict.fromkeys(arch for variant in variants for arch in variant.archs))),
         "HEAD_DIM": workload.head_dim,
         "VALUE_DIM": workload.value_dim,
-        "DTYPE_CODE": _DTYPE_CODES[kind],
-        "DTYPE_BITS": bits,
+        "DTYPE_CODE": _code_and_bits(workload.dtype)[0],
+        "DTYPE_BITS": _code_and_bits(workload.dtype)[1],
         "DEVICE_TYPE": _DEVICE_TYPES[variants[0].arch.kind],
-        "MASK_ARGUMENTS": "".join(f"{json.dumps(name)}, " for name in MASKS[workload.mask].arguments()),
+        "EXTRAS": "".join(f"{_extra_of(argument, workload)}, " for argument in workload.arguments),
         "CALL": json.dumps(", ".join(call_arguments(workload))),
         # ASCII JSON has no escapes but \\ and \", which C reads alike.
         "MANIFEST": json.dumps(to_json(manifest)),
@@ -116,9 +114,21 @@ def _config(workload, variants, manifest):
     return "".join(f"#define FLASHTIR_{name} {value}\n" for name, value in constants.items())
 
 
-def _entry_of(variant, place):
-    """What FLASHTIR_VARIANTS says of one variant."""
-    symbols = [f"__tvm_ffi_{name}" for name in kernel_names(place)]
+def _code_and_bits(dtype):
+    """DLPack's code of an element type, and its bits."""
+    return _DTYPE_CODES[dtype.rstrip("0123456789")], int("".join(filter(str.isdigit, dtype)))
+
+
+def _extra_of(argument, workload):
+    """What FLASHTIR_EXTRAS says of one argument."""
+    code, bits = _code_and_bits(argument.kind.dtype or workload.dtype)
+    return f'{{"{argument.name}", {argument.kind.name.upper()}, {{{code}, {bits}, 1}}, "{argument.kind.axes}"}}'
+
+
+def _entry_of(variant, place, workload):
+    """What FLASHTIR_VARIANTS says of one variant; a kernel without a twin for scales below zero takes these, too."""
+    kernel, negative = kernel_names(place)
+    symbols = [f"__tvm_ffi_{name}" for name in (kernel, negative if True in signs(workload) else kernel)]
     beyond = variant.max_elements + 1
     beyond = f"2^{beyond.bit_length() - 1}" if beyond.bit_count() == 1 else str(beyond)
     codes = ["{%d, %d, %d}" % (*arch.capability, arch.exact or not variant.portable) for arch in map(cuda_arch, variant.archs)]

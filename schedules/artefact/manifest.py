@@ -5,15 +5,15 @@ from dataclasses import asdict
 import tvm
 import tvm_ffi
 
-from te_defs.masks import MASKS
+from te_defs.workload import samples_of
 
 #: Raised when a field changes its meaning or goes away; new fields may come at any time.
-SCHEMA = 2
+SCHEMA = 3
 
 
 def call_arguments(workload):
     """Names of the arguments of the exported call, in their order."""
-    return "q", "k", "v", "out", "lse", "scale", *MASKS[workload.mask].arguments()
+    return "q", "k", "v", "out", "lse", "scale", *(argument.name for argument in workload.arguments)
 
 
 def describe(workload, variants, toolkit=None):
@@ -27,12 +27,19 @@ def describe(workload, variants, toolkit=None):
         "schema": SCHEMA,
         "signature": f"flash_attention_forward({', '.join(call_arguments(workload))})",
         "workload": {"name": workload.name, **asdict(workload)},
-        "mask_arguments": [list(pair) for pair in zip(MASKS[workload.mask].arguments(), MASKS[workload.mask].samples[0])],
+        "arguments": _describe_arguments(workload),
         "layout": {"q": "bnhd", "k": "bmgd", "v": "bmgd", "out": "bnhd", "lse": "bhn"},
         "workspace_bytes": 0,
         "variants": [_describe_variant(variant) for variant in variants],
         "versions": {"tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__, "nvcc": toolkit and ".".join(map(str, toolkit.version))},
     }
+
+
+def _describe_arguments(workload):
+    """What follows the scale in a call: kind of each argument (te_defs/arguments.py), element type, axes of a tensor, else a sample."""
+    samples = iter(samples_of(workload))
+    return [{"name": argument.name, "kind": argument.kind.name, "dtype": argument.kind.dtype or workload.dtype,
+             "axes": argument.kind.axes, "sample": None if argument.kind.axes else next(samples)} for argument in workload.arguments]
 
 
 def _describe_variant(variant):

@@ -58,6 +58,8 @@ TILES = (PLAN(64, 64, 8, 16), PLAN(128, 64, 16, 16), PLAN(64, 64, 16, 16), PLAN(
 
 def decline(workload, arch):
     """Why this family does not take the workload, or None."""
+    if workload.score or workload.sink:
+        return "score modifications and sinks are declared in the tiled function alone"
     if workload.mask != "full":
         return f"a Tensor Expression cannot skip the key tiles that a {workload.mask} mask hides"
     return simt.decline(workload, arch)

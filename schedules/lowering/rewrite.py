@@ -334,7 +334,8 @@ def hoist_divisions(func):
 
 @function_pass("flashtir.WideIndices")
 def wide_indices(func):
-    """Compute indices into a kernel's arguments with 64 bits: a tensor may have more than 2^31 elements.
+    """Compute indices into O and LSE with 64 bits: they may have more than 2^31 elements. What bulk loads bring has no indices here, and
+    operands of masks and scores are small, or refused.
 
     Divisions stay as they are, of numbers that fit; run this behind hoist_divisions.
     """
@@ -343,15 +344,12 @@ def wide_indices(func):
             (tirx.Var, lambda var: tirx.Cast("int64", var) if str(var.ty) == "int32" else var),
             (tirx.IntImm, lambda number: tirx.IntImm("int64", int(number)) if str(number.ty) == "int32" else number)))
 
-    def load(node):
-        return tirx.BufferLoad(node.source, [wide(index) for index in node.indices]) if node.source.scope() == "global" else node
-
     def store(node):
         if node.buffer.scope() != "global":
             return node
         return tirx.BufferStore(node.buffer, node.value, [wide(index) for index in node.indices])
 
-    return func.with_body(tvm_ffi.structural_map(func.body, ((tvm.ir.TensorLoad, load), (tirx.BufferStore, store))))
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.BufferStore, store)))
 
 
 def _has_warp_memory(func):

@@ -28,7 +28,7 @@ class Job:
     space   schedules.space.Space that the plan belongs to
     plan    the plan, all integers
     path    where the .so goes
-    whole   with the twin for scales below zero, as an artefact has it
+    whole   with the twin for scales below zero, if an artefact has one
     """
 
     space: object
@@ -81,7 +81,7 @@ def declaration(space):
 def _make(job):
     family, arch = job.space.family, job.space.arch
     mod = _scheduled(job, negative_scale=False)
-    twin = _scheduled(job, negative_scale=True) if job.whole else None
+    twin = _scheduled(job, negative_scale=True) if job.whole and True in build.signs(job.space.workload) else None
     compiler = nullcontext()
     if arch.kind == "cuda":
         compiler = cuda_compiler(_toolkit, (arch.name,), CudaOptions(**family.compiler_options(job.plan)))

@@ -1,6 +1,9 @@
 """The two forms of a declaration: symbolic, which is built, and static, which MetaSchedule searches with."""
+import numpy as np
 import tvm
 from tvm import s_tir, tirx
+
+from te_defs.workload import timed_arguments
 
 
 def symbolic_form(space):
@@ -9,7 +12,7 @@ def symbolic_form(space):
 
 
 def static_form(symbolic, workload, shape):
-    """The same at fixed sizes, the default scale and the shape's mask: MetaSchedule's search key cannot have variables.
+    """The same at fixed sizes, the default scale and timed arguments: MetaSchedule's search key cannot have variables.
 
     An attribute of the function holds every loop and block once more. A Schedule shares the module that it starts from, and TVM 0.27
     changes a loop or block in place if it is held once, by a sequence or a realize statement that is shared itself: without the
@@ -19,8 +22,10 @@ def static_form(symbolic, workload, shape):
     buffers = {param: tirx.decl_buffer(size, param.dtype, name=param.name, data_alignment=param.data_alignment)
                for param, size in zip(func.params, shape.tensors(workload))}
     scale, *arguments = func.params[len(buffers):]
-    numbers = {name: tirx.IntImm("int32", value) for name, value in zip(arguments, shape.mask)}
-    fixed = func.specialize({**buffers, scale: tirx.FloatImm("float32", workload.head_dim**-0.5), **numbers})
+    values = {param: tirx.decl_buffer(value.shape, param.dtype, name=param.name, data_alignment=param.data_alignment)
+              if isinstance(value, np.ndarray) else tirx.const(value, str(param.ty))
+              for param, value in zip(arguments, timed_arguments(workload, shape))}
+    fixed = func.specialize({**buffers, scale: tirx.FloatImm("float32", workload.head_dim**-0.5), **values})
     return tvm.IRModule({"main": fixed.with_attr("flashtir.parts", loops_and_blocks(fixed.body))})
 
 

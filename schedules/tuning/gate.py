@@ -1,13 +1,13 @@
 """The gate: is a kernel right? Asked before it is timed, since nothing else in MetaSchedule looks at results and a wrong kernel is fast."""
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tvm
 
+from schedules.build import signs
 from te_defs import reference
-from te_defs.masks import MASKS
-from te_defs.workload import Shape
+from te_defs.workload import Shape, make_arguments
 
 #: (shape, scale as a multiple of 1 / sqrt(D)): ragged lengths, grouped heads, more queries than keys (rows without keys under a causal
 #: mask), one row, enough tiles for a pipeline to fill, no keys. The last is for the twin of the kernel that takes scales below zero.
@@ -32,12 +32,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs on the device, scale and mask arguments, and the float64 answer with the errors that it allows."""
+    """Inputs on the device, scale and what follows it, and the float64 answer with the errors that it allows."""
 
     shape: Shape
     inputs: tuple
     scale: float
-    mask: tuple
+    arguments: tuple
     out: np.ndarray
     lse: np.ndarray
     bound: float
@@ -46,15 +46,21 @@ class Case:
 
 def cases(workload, device, seed=0, shapes=SHAPES):
     """The gate's cases for a workload, inputs on `device`; with its mask's samples in turn, those that tiles see the edges of first."""
-    first, *others = MASKS[workload.mask].samples
+    first, *others = workload.mask_class.samples
     made = []
     for (shape, factor), mask in zip(shapes, itertools.cycle((*others, first))):
         q, k, v = reference.make_inputs(workload, shape, seed)
-        scale = float(np.float32(factor * workload.head_dim**-0.5))
-        out, lse = reference.forward(workload, q, k, v, scale, mask)
-        bounds = reference.tolerances(workload, q, k, v, scale, mask, (out, lse))
-        made.append(Case(shape, tuple(tvm.runtime.tensor(x, device) for x in (q, k, v)), scale, mask, out, lse, *bounds))
+        scale, arguments = float(np.float32(factor * workload.head_dim**-0.5)), make_arguments(workload, replace(shape, mask=mask), seed)
+        out, lse = reference.forward(workload, q, k, v, scale, arguments)
+        bounds = reference.tolerances(workload, q, k, v, scale, arguments, (out, lse))
+        inputs = tuple(tvm.runtime.tensor(x, device) for x in (q, k, v))
+        made.append(Case(shape, inputs, scale, on_device(arguments, device), out, lse, *bounds))
     return tuple(made)
+
+
+def on_device(arguments, device):
+    """Values of a call's further arguments, its arrays as tensors."""
+    return tuple(tvm.runtime.tensor(value, device) if isinstance(value, np.ndarray) else value for value in arguments)
 
 
 class Output:
@@ -81,20 +87,20 @@ class Output:
 def check(kernel, workload, made, device, twin=None):
     """Largest error of O over the cases; Refused at the first that is wrong or differs from run to run.
 
-    kernel  function (q, k, v, out, lse, scale, the mask's arguments) for scales from zero up
+    kernel  function (q, k, v, out, lse, scale, the workload's arguments) for scales from zero up
     made    what `cases` returned
     twin    the same for scales below zero; where it is None, so are those cases
     """
     worst = 0.0
     for case in made:
-        function = kernel if case.scale >= 0 else twin
+        function = twin if case.scale < 0 and True in signs(workload) else kernel
         if function is None:
             continue
         *_, out_shape, lse_shape = case.shape.tensors(workload)
         out, lse = Output(out_shape, reference.numpy_dtype(workload), device), Output(lse_shape, np.float32, device)
         runs = []
         for _ in range(2):
-            function(*case.inputs, out.tensor(), lse.tensor(), case.scale, *case.mask)
+            function(*case.inputs, out.tensor(), lse.tensor(), case.scale, *case.arguments)
             device.sync()
             runs.append((out.numpy(), lse.numpy()))
         wrong = reference.mismatch(*runs[0], case.out, case.lse, case.bound, case.lse_bound)

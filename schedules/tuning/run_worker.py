@@ -13,6 +13,7 @@ from schedules.build import KERNEL, NEGATIVE_SCALE_KERNEL
 from schedules.lowering.toolkit import preload
 from schedules.tuning import gate
 from te_defs import reference
+from te_defs.workload import timed_arguments
 
 _DEVICES = {"cuda": tvm.cuda, "cpu": tvm.cpu}
 #: Milliseconds of rest before each timed repeat of a measurement, and of the repeat. CPUs have no use for rests.
@@ -123,9 +124,9 @@ def _many_tiles(setting, device):
 
 
 def _arguments(setting, device):
-    """Seeded inputs, outputs, scale and mask of the timed shape."""
+    """Seeded inputs, outputs, scale and further arguments of the timed shape."""
     dtype = reference.numpy_dtype(setting.workload).name
     *_, out, lse = setting.shape.tensors(setting.workload)
     inputs = (tvm.runtime.tensor(x, device) for x in reference.make_inputs(setting.workload, setting.shape, seed=1))
     return (*inputs, tvm.runtime.empty(out, dtype, device), tvm.runtime.empty(lse, "float32", device),
-            setting.workload.head_dim**-0.5, *setting.shape.mask)
+            setting.workload.head_dim**-0.5, *gate.on_device(timed_arguments(setting.workload, setting.shape), device))

@@ -5,7 +5,7 @@ import tvm_ffi
 from tvm.target import codegen
 
 from schedules.arch import arch_of_capability, cpu_arch, cuda_arch
-from schedules.build import schedule
+from schedules.build import schedule, signs
 from schedules.families import cpu, mma, simt, wgmma
 from scripts.kernels import build_artefact
 
@@ -32,7 +32,7 @@ class Engine:
         return self.family.decline(workload, self.arch)
 
     def forward(self, workload):
-        """Function (q, k, v, out, lse, scale, the mask's arguments); built once each."""
+        """Function (q, k, v, out, lse, scale, the workload's arguments); built once each."""
         if workload not in self._known:
             self._known[workload] = (self._artefact if self.whole else self._stages)(workload)
         return self._known[workload]
@@ -45,9 +45,9 @@ class Engine:
     def _stages(self, workload):
         _, plan = WITHOUT_GPU[self.family]
         count = [stage.__name__ for stage in self.family.STAGES].index(self.family.BINDS_AT)
-        kernel, twin = (tvm.compile(schedule(self.family, workload, plan, count, negative_scale=negative).mod, "llvm")
-                        for negative in (False, True))
-        return lambda *arguments: (kernel if arguments[5] >= 0 else twin)(*arguments)
+        kernels = [tvm.compile(schedule(self.family, workload, plan, count, negative_scale=negative).mod, "llvm")
+                   for negative in signs(workload)]
+        return lambda *arguments: kernels[0 if arguments[5] >= 0 else -1](*arguments)
 
 
 def _id(param):

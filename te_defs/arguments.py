@@ -1,0 +1,102 @@
+"""Run-time arguments that masks, score modifications and the sink bring along: they follow the scale in a call.
+
+A mask or score modification is an instance of its dataclass; each field is an argument, and its annotation says of what kind: COUNT (a
+number of keys), NUMBER, POSITIVE or a `tensor`. The same instance holds TIR variables when a kernel is declared, and numbers and arrays
+when the reference computes.
+"""
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from te_defs.integers import maximum, minimum
+
+#: What the axes of a tensor argument are called, in the order of a score [B, H, N, M].
+AXES = {"B": "batch", "H": "heads", "N": "queries", "M": "keys"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an argument is.
+
+    name   "count": an integer from 0 up; "number": finite, float32; "positive": likewise, above zero; "tensor"
+    dtype  element type; None for that of Q, K and V
+    axes   of a tensor: letters of AXES. Each may have size one in a call, and then serves all indices
+    """
+
+    name: str
+    dtype: str | None
+    axes: str = ""
+
+
+COUNT, NUMBER, POSITIVE = Kind("count", "int32"), Kind("number", "float32"), Kind("positive", "float32")
+
+
+def tensor(axes, dtype=None):
+    """Kind of a tensor with these axes, such as "BHNM"."""
+    return Kind("tensor", dtype, axes)
+
+
+#: The commonest tensors: a number for each head, one for each score.
+PER_HEAD, PER_SCORE = tensor("H", "float32"), tensor("BHNM")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a call: its name and Kind."""
+
+    name: str
+    kind: Kind
+
+
+class Operand:
+    """A tensor argument as masks and scores read it: indices beyond an end read that end, so that an axis of size one serves them all."""
+
+    def __init__(self, source, first=()):
+        self.source, self.first = source, first
+
+    def at(self, b):
+        """The part at index b of the first axis."""
+        return Operand(self.source, (*self.first, b))
+
+    def __getitem__(self, indices):
+        indices = (*self.first, *(indices if isinstance(indices, tuple) else (indices,)))
+        # The largest is taken last: of an empty tensor, for which an entry passes some memory, index 0 may be read.
+        return self.source[tuple(maximum(minimum(index, size - 1), 0) for index, size in zip(indices, self.source.shape, strict=True))]
+
+
+class Modifier:
+    """What masks and score modifications have in common.
+
+    samples  values of the fields that are no tensors, as tuples: the first is what is timed, all of them what is tested
+    """
+
+    samples = ((),)
+
+    @classmethod
+    def arguments(cls):
+        """Arguments of a call, in their order."""
+        return tuple(Argument(field.name, field.type) for field in fields(cls))
+
+    @classmethod
+    def of(cls, values):
+        """The instance with these values, tensors as Operands."""
+        return cls(*(Operand(value) if argument.kind.axes else value for argument, value in zip(cls.arguments(), values, strict=True)))
+
+    @classmethod
+    def draw(cls, name, size, rng):
+        """Random elements for the tensor argument `name` of this size."""
+        return rng.standard_normal(size, np.float32)
+
+    @classmethod
+    def make(cls, scalars, sizes, dtype, rng, single=""):
+        """Values of all arguments: `scalars` for those that are no tensors, random ones for tensors.
+
+        sizes   {letter of AXES: size}
+        dtype   NumPy's, of elements that the arguments leave open
+        single  axes, as letters, that shall have size one
+        """
+        scalars, values = iter(scalars), []
+        for name, kind in ((argument.name, argument.kind) for argument in cls.arguments()):
+            size = tuple(1 if axis in single else sizes[axis] for axis in kind.axes)
+            values.append(cls.draw(name, size, rng).astype(kind.dtype or dtype) if kind.axes else next(scalars))
+        return tuple(values)

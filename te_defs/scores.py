@@ -1,0 +1,135 @@
+"""Score modifications: what becomes of a score before it is masked. One class serves the kernel and the reference.
+
+A modification is a Tensor Expression: `modify` takes the scaled score s (float32), its batch entry b, head h, query row i and key row j
+(int32) and the lengths, and returns a float32 expression. The reference evaluates that very expression, in float64 (te_defs/evaluate.py).
+Rows and keys past the end can be asked for: what comes of them is thrown away.
+
+A function of one's own, `score(s, b, h, i, j)`, is named in a workload as `module:function`, a class likewise.
+"""
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import tvm
+from tvm import tirx
+
+from te_defs.arguments import PER_HEAD, PER_SCORE, POSITIVE, Modifier
+from te_defs.evaluate import evaluate
+
+
+class ScoreError(ValueError):
+    """A score modification that cannot be had or does not do what it should."""
+
+
+@dataclass(frozen=True)
+class Score(Modifier):
+    """What score modifications have in common."""
+
+    name: ClassVar[str]
+
+    def modify(self, s, b, h, i, j, q_len, kv_len):
+        """The modified score, a float32 expression."""
+        raise NotImplementedError
+
+    def applied(self, s, lengths):
+        """NumPy scores [B, H, N, M] modified, in their own precision; the tensors of this instance are arrays."""
+        variables = [tirx.Var(name, "float32" if name == "s" else "int32") for name in ("s", "b", "h", "i", "j", "n", "m")]
+        places = np.meshgrid(*(np.arange(size) for size in s.shape), indexing="ij", sparse=True)
+        arguments, values = [], dict(zip(variables, (s, *places, *lengths)))
+        for argument, value in zip(self.arguments(), vars(self).values()):
+            if argument.kind.axes:
+                arguments.append(tirx.decl_buffer(value.source.shape, str(value.source.dtype), argument.name))
+                values[arguments[-1]] = value.source
+            else:
+                arguments.append(tirx.Var(argument.name, "float32"))
+                values[arguments[-1]] = np.float32(value)
+        return evaluate(type(self).of(arguments).modify(*variables), values)
+
+
+@dataclass(frozen=True)
+class Softcap(Score):
+    """cap * tanh(s / cap): scores stay within the cap (Gemma 2). tanh(x) is 1 - 2 / (1 + exp(2 x)), which neither overflows nor is slow."""
+
+    name = "softcap"
+    samples = ((30.0,), (1.5,), (1000.0,))
+    cap: POSITIVE
+
+    def modify(self, s, b, h, i, j, q_len, kv_len):
+        one, two = (tirx.const(value, "float32") for value in (1, 2))
+        return self.cap * (one - two / (one + tirx.exp(two * s / self.cap)))
+
+
+@dataclass(frozen=True)
+class Alibi(Score):
+    """Less for keys that are further away, by a slope of the head's own (ALiBi); counted from the aligned diagonal."""
+
+    name = "alibi"
+    slopes: PER_HEAD
+
+    @classmethod
+    def draw(cls, name, size, rng):
+        return 2.0 ** (-8 * np.arange(1, size[0] + 1) / size[0])
+
+    def modify(self, s, b, h, i, j, q_len, kv_len):
+        return s - self.slopes[h] * tirx.abs(i + kv_len - q_len - j).astype("float32")
+
+
+@dataclass(frozen=True)
+class Bias(Score):
+    """An additive bias [batch, heads, queries, keys] of the element type; each axis may have size one."""
+
+    name = "bias"
+    bias: PER_SCORE
+
+    def modify(self, s, b, h, i, j, q_len, kv_len):
+        return s + self.bias[b, h, i, j].astype("float32")
+
+
+SCORES = {score.name: score for score in (Softcap, Alibi, Bias)}
+
+
+def imported(name, kind, error):
+    """What `module:attribute` names; `error` with one sentence where there is none. `kind` says what is wanted."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as reason:  # whatever the module does when it is imported
+        raise error(f"a {kind} named {name} was wanted, found none ({type(reason).__name__}: {reason}): write module:name") from reason
+
+
+def find_score(name):
+    """Class of a score modification, by its name in SCORES or as `module:function` or `module:class`; ScoreError where there is none."""
+    if name in SCORES:
+        return SCORES[name]
+    if ":" not in name:
+        raise ScoreError(f"score must be one of {', '.join(SCORES)} or module:function, found {name!r}: choose one of these")
+    found = imported(name, "score", ScoreError)
+    if isinstance(found, type) and issubclass(found, Score):
+        return found
+    if not callable(found):
+        raise ScoreError(f"a score is a function (s, b, h, i, j) or a class of te_defs.scores.Score, found {name} to be "
+                         f"{type(found).__name__}: correct it")
+    return _of_function(name, found)
+
+
+def _of_function(name, function):
+    """Score class of a user's function (s, b, h, i, j)."""
+    def modify(self, s, b, h, i, j, q_len, kv_len):
+        return function(s, b, h, i, j)
+    return type("Function", (Score,), {"name": name, "modify": modify, "__doc__": inspect.getdoc(function)})
+
+
+def prove(score):
+    """ScoreError where a score class raises on expressions, or returns something else than a float32 expression."""
+    arguments = [tirx.decl_buffer([1] * len(argument.kind.axes), argument.kind.dtype or "float16", argument.name) if argument.kind.axes
+                 else tirx.Var(argument.name, argument.kind.dtype) for argument in score.arguments()]
+    variables = [tirx.Var(name, "float32" if name == "s" else "int32") for name in ("s", "b", "h", "i", "j", "n", "m")]
+    try:
+        found = score.of(arguments).modify(*variables)
+    except Exception as reason:
+        raise ScoreError(f"score {score.name} must take expressions, and raised {type(reason).__name__}: {reason}: correct it") from reason
+    kind = str(found.ty) if isinstance(found, tvm.ir.Expr) else type(found).__name__
+    if kind != "float32":
+        raise ScoreError(f"score {score.name} must return a float32 expression, found {kind}: cast it")

@@ -1,0 +1,50 @@
+"""What a user writes beside the project: a mask of their own, score functions, and some that are wrong."""
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import tirx
+
+from te_defs.arguments import tensor
+from te_defs.integers import both
+from te_defs.masks import Causal
+
+IDS = tensor("BM", "int32")
+
+
+@dataclass(frozen=True)
+class DocumentCausal(Causal):
+    """Causal inside documents: a query sees the keys up to its own position whose document is its own."""
+
+    exact = False
+    documents: IDS
+
+    @classmethod
+    def draw(cls, name, size, rng):
+        return np.sort(rng.integers(0, 4, size))
+
+    def keep(self, i, j, kv_len):
+        return both(j <= i, self.documents[i] == self.documents[j])
+
+
+def halved_far_away(s, b, h, i, j):
+    """Half of the score where key and query are more than 20 rows apart, in heads with an even number."""
+    return tirx.Select(tirx.And(h % 2 == 0, tirx.abs(i - j) > 20), s * tirx.const(0.5, "float32"), s)
+
+
+def raises(s, b, h, i, j):
+    raise RuntimeError("out of paper")
+
+
+def returns_half_precision(s, b, h, i, j):
+    return s.astype("float16")
+
+
+def returns_nothing(s, b, h, i, j):
+    return None
+
+
+def takes_too_little(s):
+    return s
+
+
+NUMBER = 3

@@ -40,6 +40,7 @@ FEATURES = {
     "negative scale": lambda call: call.scale < 0,
     "scores of thousands": lambda call: call.data == "large",
     "equal scores": lambda call: call.data == "equal",
+    "views with strides": lambda call: call.storage != "contiguous",
     "denormal inputs": lambda call: call.data == "tiny",
     "all calls": lambda call: True,
 }
@@ -57,7 +58,7 @@ class Answerer:
 def ours(functions, device):
     """Answerer of exported functions by workload."""
     def answers(call, inputs):
-        return [answer(functions[call.workload], inputs, call.rounded_scale, call.shape.mask, device) for _ in range(2)]
+        return [answer(functions[call.workload], inputs, call.rounded_scale, call.shape.mask, device, call.storage) for _ in range(2)]
     return Answerer("ours", answers)
 
 

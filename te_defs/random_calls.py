@@ -5,6 +5,7 @@ import numpy as np
 
 from te_defs import reference
 from te_defs.masks import MASKS
+from te_defs.storage import STORAGES
 from te_defs.workload import Shape, Workload
 
 #: Head dimensions that every family has, and types of elements.
@@ -19,8 +20,9 @@ SCORES = 120_000
 class Call:
     """One call.
 
-    scale  as a multiple of 1 / sqrt(D)
-    data   "normal", "large" (scores of thousands), "equal" (all keys of a head are one) or "tiny" (denormal in float16)
+    scale    as a multiple of 1 / sqrt(D)
+    data     "normal", "large" (scores of thousands), "equal" (all keys of a head are one) or "tiny" (denormal in float16)
+    storage  where the tensors lie, one of te_defs.storage.STORAGES
     """
 
     number: int
@@ -28,6 +30,7 @@ class Call:
     shape: Shape
     scale: float
     data: str
+    storage: str
 
     @property
     def rounded_scale(self):
@@ -35,7 +38,7 @@ class Call:
         return float(np.float32(self.scale * self.workload.head_dim**-0.5))
 
     def __str__(self):
-        return f"call {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), {self.data} data"
+        return f"call {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), {self.data} data, {self.storage}"
 
     def rows_without_keys(self):
         """Whether there are queries that the mask shows no key."""
@@ -72,7 +75,7 @@ def random_call(number, workloads):
                   for _ in MASKS[workload.mask].arguments())
     shape = Shape(batch, group * kv_heads, kv_heads, q_len, kv_len, sizes)
     scale, data = float(pick((1.0, 1.0, 1.0, 0.3, -1.0, -2.5, 0.0, 4.0))), pick(("normal",) * 5 + ("large", "equal", "tiny"))
-    return Call(number, workload, shape, scale, data)
+    return Call(number, workload, shape, scale, data, pick(("contiguous", *STORAGES)))
 
 
 def workloads_of(kind, dims=DIMS):

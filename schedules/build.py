@@ -13,9 +13,23 @@ def kernel_names(place=1):
     return KERNEL + suffix, NEGATIVE_SCALE_KERNEL + suffix
 
 
-def schedule(family, workload, plan, stages=None, negative_scale=False):
-    """A fresh Schedule of the symbolic declaration after the family's stages; after the first `stages` of them where given."""
-    func = family.declare(workload, plan, negative_scale=negative_scale)
+def strided_of(family):
+    """For each kernel that an artefact holds of a plan, whether it takes views with strides: a family may state it as STRIDED."""
+    return getattr(family, "STRIDED", (False,))
+
+
+def declared(family, workload, plan, negative_scale=False, strided=None):
+    """The symbolic declaration of a kernel.
+
+    strided  whether it takes views with strides; None: what the kernel for contiguous tensors does
+    """
+    views = {"strided": True} if (strided_of(family)[0] if strided is None else strided) else {}
+    return family.declare(workload, plan, negative_scale=negative_scale, **views)
+
+
+def schedule(family, workload, plan, stages=None, negative_scale=False, strided=None):
+    """A fresh Schedule of `declared` after the family's stages; after the first `stages` of them where given."""
+    func = declared(family, workload, plan, negative_scale, strided)
     return staged(s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0), family, plan, stages)
 
 
@@ -40,10 +54,10 @@ def build(mod, family, arch, negative_scale_mod=None, place=1):
         return tvm.tirx.build(joined, target=target, pipeline=family.PIPELINE)
 
 
-def build_plan(family, workload, plan, arch, place=1):
+def build_plan(family, workload, plan, arch, place=1, strided=None):
     """What an artefact holds of a plan in this place: the kernel and, where it needs one, its twin for scales below zero, as a runtime
     module."""
-    mods = [schedule(family, workload, plan, negative_scale=negative).mod for negative in signs(workload)]
+    mods = [schedule(family, workload, plan, negative_scale=negative, strided=strided).mod for negative in signs(workload)]
     return build(mods[0], family, arch, *mods[1:], place=place)
 
 

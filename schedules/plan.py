@@ -30,11 +30,12 @@ class Plan:
 @dataclass(frozen=True)
 class Calls:
     """The calls that a plan of an artefact is for: those with at least `queries` query rows, and at least `tiles` tiles of `rows` rows over
-    all heads and batch entries."""
+    all heads and batch entries; tensors are contiguous unless it is for `strided` ones too."""
 
     queries: int = 0
     tiles: int = 0
     rows: int = 1
+    strided: bool = False
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ FEATURES = {
     "negative scale": lambda call: call.scale < 0,
     "scores of thousands": lambda call: call.data == "large",
     "equal scores": lambda call: call.data == "equal",
+    "views with strides": lambda call: call.storage != "contiguous",
     "denormal inputs": lambda call: call.data == "tiny",
     "all calls": lambda call: True,
 }
@@ -60,7 +61,7 @@ class Answerer:
 def ours(functions, device):
     """Answerer of exported functions by workload."""
     def answers(call, inputs):
-        return [answer(functions[call.workload], inputs, call.rounded_scale, call.arguments, device) for _ in range(2)]
+        return [answer(functions[call.workload], inputs, call.rounded_scale, call.arguments, device, call.storage) for _ in range(2)]
     return Answerer("ours", answers)
 
 

@@ -1,9 +1,10 @@
 """What export, show and bench share: a plan's kernel, built for an architecture on whatever machine this is."""
 import concurrent.futures
+import ctypes
 import multiprocessing
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,11 @@ from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.lowering.toolkit import find_toolkit, preload
 from schedules.plan import Calls, fitting
 from schedules.tuning.gate import on_device
+from te_defs.storage import views
+
+#: Offset of the pointer to the strides in an object that TVM's runtime holds a tensor as: behind the object's head of 24 bytes, and behind
+#: data, device, rank, type and shape of the DLTensor.
+STRIDES_AT = 24 + 32
 
 #: Where a machine without an NVIDIA driver keeps the library that stands in for it while it compiles.
 STUB_DRIVER = Path(__file__).parent.parent / "build" / "stub"
@@ -51,30 +57,35 @@ def cuda_toolkit(arch):
     return toolkit
 
 
-def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1, serves=Calls()):
+def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1, serves=None):
     """Kernel of a plan, lowered for `arch`; with `archs`, device code of all these in one fatbin.
 
     measured  figures for the manifest, with where they come from
     place     among the variants of its artefact, counted from 1
-    serves    the calls that it is for
+    serves    the calls that it is for; None: all that the kernel for contiguous tensors takes
     Raises ToolkitError where CUDA is wanted and nvcc is missing, CompileError where nvcc refuses the code.
     """
+    serves = serves or Calls(strided=build.strided_of(family)[0])
     toolkit, compiler = cuda_toolkit(arch), nullcontext()
     if toolkit is not None:
         compiler = cuda_compiler(toolkit, archs or (arch.name,), CudaOptions(**family.compiler_options(plan)))
     with compiler as log:
-        module = build.build_plan(family, workload, plan, arch, place)
+        module = build.build_plan(family, workload, plan, arch, place, serves.strided)
     others = [row for row in CUDA_ARCHS.values() if arch.kind == "cuda" and row.capability[0] == arch.capability[0] and not row.exact]
     portable = all(fitting([plan], family.budget, workload, row) for row in others)
     return Kernel(variant_of(module, family, arch, plan, log.kernels if log else (), measured, serves, portable), toolkit)
 
 
 def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1):
-    """Kernels of a plan for an artefact, from this place on: its own, and those that the family has for calls that it does not suit."""
+    """Kernels of a plan for an artefact, from this place on: its own, and those that the family has for calls that it does not suit; where
+    views with strides have kernels of their own, these come last."""
     tuned_at = (measured["shape"]["q_len"],) if measured else ()
     plans = getattr(family, "further_plans", lambda *_: [(plan, Calls())])(workload, arch, plan, *tuned_at)
-    return [build_kernel(family, workload, entry, arch, archs, measured if entry == plan else None, number, serves)
-            for number, (entry, serves) in enumerate(plans, place)]
+    first, *_ = kinds = build.strided_of(family)
+    wanted = [(entry, replace(serves, strided=strided)) for strided in kinds for entry, serves in plans]
+    return [build_kernel(family, workload, entry, arch, archs, measured if (entry, serves.strided) == (plan, first) else None, number,
+                         serves)
+            for number, (entry, serves) in enumerate(wanted, place)]
 
 
 def write_artefact(kernels, workload, path, seed=0):
@@ -96,11 +107,34 @@ def build_artefacts(jobs):
         return list(pool.map(build_artefact, *zip(*jobs)))
 
 
-def answer(forward, inputs, scale, arguments=(), device=None):
-    """(out, lse) of one call of an exported function as NumPy arrays; the outputs hold NaN before. `arguments` follow the scale."""
+def answer(forward, inputs, scale, arguments=(), device=None, storage="contiguous"):
+    """(out, lse) of one call of an exported function as NumPy arrays; the outputs hold NaN before, as does what lies between views.
+
+    arguments  what follows the scale
+    storage    where q, k, v and out lie, one of te_defs.storage.STORAGES
+    Raises RuntimeError where something else than the elements of `out` was written.
+    """
     q, _, v = inputs
-    out = np.full((*q.shape[:3], v.shape[-1]), np.nan, np.float32).astype(q.dtype)
-    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
-    tensors = [tvm.runtime.tensor(array, device) for array in (*inputs, out, lse)]
-    forward(*tensors, scale, *on_device(arguments, device))
-    return tensors[3].numpy(), tensors[4].numpy()
+    out, dtype = (*q.shape[:3], v.shape[-1]), q.dtype
+    placed, sizes = views(storage, (*(array.shape for array in inputs), out))
+    buffers = [np.full(size, np.nan, np.float32).astype(dtype) for size in sizes]
+    for view, array in zip(placed, inputs):
+        view.of(buffers[view.buffer])[:] = array
+    lse = tvm.runtime.tensor(np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32), device)
+    tensors = [tvm.runtime.tensor(buffer, device) for buffer in buffers]
+    forward(*(strided(tensors[view.buffer], view) for view in placed), lse, scale, *on_device(arguments, device))
+    written = tensors[-1].numpy()
+    found = placed[-1].of(written).copy()
+    placed[-1].of(written)[:] = np.array(np.nan, dtype)
+    if written.tobytes() != buffers[-1].tobytes():
+        raise RuntimeError("a kernel wrote beside the elements of its output")
+    return found, lse.numpy()
+
+
+def strided(tensor, view):
+    """The te_defs.storage.View of a flat tensor of TVM, which has no function that makes views with strides: these are put in place."""
+    made = tensor._create_view(view.shape, relative_byte_offset=view.first * np.dtype(tensor.dtype).itemsize)
+    strides = ctypes.POINTER(ctypes.c_int64).from_address(made.__chandle__() + STRIDES_AT)
+    for axis, stride in enumerate(view.strides):
+        strides[axis] = stride
+    return made

@@ -31,7 +31,7 @@ SCORE_MIN = -(2.0**100)
 SCALE_MIN = 2.0**-100
 
 
-def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_scale=False, max_slack=0):
+def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_scale=False, max_slack=0, strided=False):
     """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale, ...) -> None.
 
     B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are
@@ -46,6 +46,8 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
     max_slack       powers of two by which a row's scores may exceed the value that stands for their maximum before it moves, and O and the
                     row sum with it; 0: it is the maximum. With 8 it rarely moves (FlashAttention-4, conditional rescaling); P is then at
                     most 2^8 and not 1, far from the end of float16
+    strided         Q, K, V and O are views with strides of their own, which come with the tensors. Channels are neighbours; strides of rows
+                    and heads have 32 bits, and those of batch entries 64
     """
     if row_lanes not in (1, 4):
         raise ValueError(f"row_lanes must be 1 or 4, found {row_lanes}: choose one of these")
@@ -85,14 +87,20 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         kept = tirx.exp2(row_max_scaled - row_max)
         return row_max, total * kept + tirx.exp2(logit - row_max), kept
 
+    def strides_of(name):
+        """Strides of a view, in elements; None for a contiguous tensor."""
+        axes = (("batch", "int64"), ("row", "int32"), ("head", "int32"))
+        return [*(tirx.Var(f"{name}_{axis}_stride", dtype) for axis, dtype in axes), 1] if strided else None
+
     @T.prim_func(s_tir=True, check_well_formed=False)
     def flash_attention(q: T.handle, k: T.handle, v: T.handle, o: T.handle, lse: T.handle, scale: T.float32):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
         B, N, M, H, G = T.int32(), T.int32(), T.int32(), T.int32(), T.int32()
-        Q = T.match_buffer(q, (B, N, H, D), dtype, align=4)
-        K = T.match_buffer(k, (B, M, G, D), dtype, align=4)
-        V = T.match_buffer(v, (B, M, G, DV), dtype, align=4)
-        O = T.match_buffer(o, (B, N, H, DV), dtype, align=4)
+        entries = T.meta_var(T.Cast("int64", B) if strided else B)  # TVM reads a stride in the type of its axis
+        Q = T.match_buffer(q, (entries, N, H, D), dtype, strides=strides_of("Q"), align=4)
+        K = T.match_buffer(k, (entries, M, G, D), dtype, strides=strides_of("K"), align=4)
+        V = T.match_buffer(v, (entries, M, G, DV), dtype, strides=strides_of("V"), align=4)
+        O = T.match_buffer(o, (entries, N, H, DV), dtype, strides=strides_of("O"), align=4)
         LSE = T.match_buffer(lse, (B, H, N), "float32", align=4)
         for b, h, r in T.grid(B, H, (N + (q_tile - 1)) // q_tile):
             with T.sblock("attn"):

@@ -6,6 +6,7 @@ import numpy as np
 from te_defs import reference
 from te_defs.masks import MASKS
 from te_defs.arguments import AXES
+from te_defs.storage import STORAGES
 from te_defs.workload import Shape, Workload, make_arguments
 
 #: Head dimensions that every family has, and types of elements.
@@ -24,9 +25,10 @@ SCORES = 120_000
 class Call:
     """One call.
 
-    scale  as a multiple of 1 / sqrt(D)
-    single axes, as letters, that tensors behind the scale have with size one
-    data   "normal", "large" (scores of thousands), "equal" (all keys of a head are one) or "tiny" (denormal in float16)
+    scale    as a multiple of 1 / sqrt(D)
+    data     "normal", "large" (scores of thousands), "equal" (all keys of a head are one) or "tiny" (denormal in float16)
+    storage  where the tensors lie, one of te_defs.storage.STORAGES
+    single   axes, as letters, that tensors behind the scale have with size one
     """
 
     number: int
@@ -34,7 +36,8 @@ class Call:
     shape: Shape
     scale: float
     data: str
-    single: str = ""
+    storage: str
+    single: str
 
     @property
     def rounded_scale(self):
@@ -43,7 +46,8 @@ class Call:
 
     def __str__(self):
         single = f", single {self.single}" if self.single else ""
-        return f"call {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), {self.data} data{single}"
+        return (f"call {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), "
+                f"{self.data} data, {self.storage}{single}")
 
     @property
     def arguments(self):
@@ -85,7 +89,8 @@ def random_call(number, workloads):
                   for argument in workload.mask_class.arguments() if not argument.kind.axes)
     shape = Shape(batch, group * kv_heads, kv_heads, q_len, kv_len, sizes)
     scale, data = float(pick((1.0, 1.0, 1.0, 0.3, -1.0, -2.5, 0.0, 4.0))), pick(("normal",) * 5 + ("large", "equal", "tiny"))
-    return Call(number, workload, shape, scale, data, "".join(axis for axis in AXES if rng.random() < 0.3))
+    storage, single = pick(("contiguous", *STORAGES)), "".join(axis for axis in AXES if rng.random() < 0.3)
+    return Call(number, workload, shape, scale, data, storage, single)
 
 
 def workloads_of(kind, dims=DIMS):

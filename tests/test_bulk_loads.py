@@ -13,7 +13,7 @@ from schedules.lowering import bulk_loads
 ROWS, CHANNELS, CHUNK = 16, 128, 64
 
 
-def copy(value, place=lambda j, c: (c // CHUNK, j, c % CHUNK), rows=ROWS, channels=CHANNELS):
+def copy(value, place=lambda j, c: (c // CHUNK, j, c % CHUNK), rows=ROWS, channels=CHANNELS, strides=None):
     """A function with one block that asks for a bulk load: it puts value(Q, i, j, c, n, m, b, h) at place(j, c) of a shared tile.
 
     Q is [batch, n, heads, 128], i the row of it that belongs to row j of the tile, c the channel, b the batch entry and h the head.
@@ -22,7 +22,7 @@ def copy(value, place=lambda j, c: (c // CHUNK, j, c % CHUNK), rows=ROWS, channe
     def load(q: T.handle, n: T.int32, m: T.int32, b: T.int32, h: T.int32):
         T.func_attr({"global_symbol": "main"})
         B, H = T.int32(), T.int32()
-        Q = T.match_buffer(q, (B, n, H, CHANNELS), "float16")
+        Q = T.match_buffer(q, (B, n, H, CHANNELS), "float16", strides=strides)
         for t in range((n + (ROWS - 1)) // ROWS):
             with T.sblock("kv"):
                 vt = T.axis.opaque((n + (ROWS - 1)) // ROWS, t)
@@ -62,7 +62,7 @@ def event_in(func):
 
 def test_a_copy_of_whole_rows_becomes_one_event():
     func = lowered(copy(plain))
-    ring, _address, pointer, rows, heads, batch, box_rows, channels, chunk, row, head, entry, tile = event_in(func)
+    ring, _address, pointer, rows, heads, batch, box_rows, channels, chunk, *strides, row, head, entry, tile = event_in(func)
     Q = func.params[0]
     n, _m, b, h = func.params[1:]
     assert int(ring) == events.K and tvm_ffi.structural_equal(pointer, Q.data)
@@ -71,7 +71,15 @@ def test_a_copy_of_whole_rows_becomes_one_event():
     assert head.same_as(h) and entry.same_as(b)
     assert "if_then_else" not in str(func.body)
     ana = tvm.sym.Analyzer()
+    line = tirx.Cast("int64", Q.shape[2]) * CHANNELS
+    assert all(ana.can_prove_equal(*pair) for pair in zip(strides, (tirx.Cast("int64", n) * line, line, CHANNELS)))
     assert ana.can_prove_equal(row, tile * ROWS + tirx.max(1 - n, tirx.IntImm("int32", 0))), "the tile is the key loop's"
+
+
+def test_a_view_has_strides_of_its_own():
+    own = [tirx.Var(name, "int32") for name in ("batch", "row", "head")]
+    strides = event_in(lowered(copy(plain, strides=[*own, 1])))[9:12]
+    assert all(found.same_as(stride) for found, stride in zip(strides, own))
 
 
 WHOLE_ROWS, ZEROS, END = "a copy of whole rows one after the other", "filled with zeros past its bound", "bounded by the end of its tensor"

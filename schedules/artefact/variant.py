@@ -27,8 +27,8 @@ class Variant:
     plan          the Plan that it was built with
     kernels       CompiledKernels of the build's CompileLog; none for a CPU kernel
     measured      figures of a benchmark, with where they come from; None where nothing was measured
-    max_elements  most elements that a tensor may have, below 2^60
-    alignment     bytes that the data of tensors must start on a multiple of
+    max_elements  most elements that a tensor may reach over, from its first to its last in memory, below 2^60
+    alignment     bytes that the data of tensors must start on a multiple of, and on a GPU every row
     serves        Calls that it is for; others are left to a later variant
     portable      whether later minors of its compute capability have room for it; where not, its code runs on those that it names
     """

@@ -39,6 +39,9 @@ CONFIG = cpu_pipeline.CONFIG
 #: No stage binds a thread of a GPU: all of them run on llvm.
 BINDS_AT = ""
 
+#: One kernel takes contiguous tensors and views: strides only enter into the copies of tiles.
+STRIDED = (True,)
+
 #: Blocks that write a matrix with a row for each query, whose layout has the queries last.
 MATRICES = ("Q_load", "S", "S_masked", "P", "P_cast", "O_acc_new", "O_acc")
 PRODUCTS = ("S", "O_acc_new")
@@ -130,9 +133,9 @@ def compiler_options(plan):
     return {}
 
 
-def declare(workload, plan, negative_scale=False):
+def declare(workload, plan, negative_scale=False, strided=False):
     """The plain function at the plan's tile, with one copy of the row statistics."""
-    return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, negative_scale=negative_scale)
+    return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, negative_scale=negative_scale, strided=strided)
 
 
 def split_panel(sch, i, plan):

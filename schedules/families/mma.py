@@ -34,6 +34,9 @@ CONFIG = mma_pipeline.CONFIG
 #: The first stage that binds threads: what stands before it runs on llvm.
 BINDS_AT = "bind_grid"
 
+#: Views have a kernel of their own: addresses by strides change the key loop's registers and spills.
+STRIDED = (False, True)
+
 HEAD_DIMS = (64, 128)
 LOADS = ("Q_load", "K_load", "V_load")
 STATISTICS = ("row_max_init", "row_sum_init", "tile_max", "pair_max", "row_max_new", "rescale", "row_max_scaled", "tile_sum",
@@ -122,11 +125,11 @@ def compiler_options(plan):
     return {"register_level": plan.register_level}
 
 
-def declare(workload, plan, negative_scale=False):
+def declare(workload, plan, negative_scale=False, strided=False):
     """The plain function at the plan's tile, with statistics per lane of a quad; makes the intrinsics known that it will need."""
     d, dv = workload.head_dim, workload.value_dim
     intrinsics.register(workload.dtype, {"A": (plan.q_tile, d), "K": (plan.kv_tile, d), "V": (plan.kv_tile, dv)})
-    return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, row_lanes=4, negative_scale=negative_scale)
+    return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, row_lanes=4, negative_scale=negative_scale, strided=strided)
 
 
 def place_buffers(sch, plan):

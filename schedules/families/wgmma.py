@@ -37,6 +37,9 @@ BINDS_AT = "bind_grid"
 PLAN = WgmmaPlan
 #: Rows, heads and channels are coordinates of the tensor memory accelerator, and offsets into O and LSE have 64 bits.
 MAX_ELEMENTS = 2**40 - 1
+#: One kernel takes contiguous tensors and views: the host tells the strides of Q, K and V to the TMA, and only the store of O computes
+#: with some; the key loop is the same, instruction by instruction.
+STRIDED = (True,)
 #: Local memory in the key loop would cost more than any tile gains.
 MAX_SPILL_BYTES = 0
 
@@ -57,11 +60,11 @@ def compiler_options(plan):
     return {}
 
 
-def declare(workload, plan, negative_scale=False):
+def declare(workload, plan, negative_scale=False, strided=False):
     """The plain function at the plan's tile, with statistics per lane of a quad; makes the intrinsics known that it will need."""
     intrinsics.register(workload.dtype, plan.q_tile, plan.kv_tile, workload.head_dim, workload.value_dim)
     return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, row_lanes=4, negative_scale=negative_scale,
-                                   max_slack=SLACK * plan.lazy_rescale)
+                                   max_slack=SLACK * plan.lazy_rescale, strided=strided)
 
 
 def place_buffers(sch, plan):

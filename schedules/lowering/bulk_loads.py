@@ -2,7 +2,7 @@
 
 A block annotated BULK_LOAD copies rows of a tensor [batch, rows, heads, channels] to a shared tile [chunks, rows, chunk], with zeros past
 the last row. `lower_bulk_loads` checks exactly this and puts an event in its place; `encode_tensor_map` has the host describe each
-tensor to the TMA by its run-time shape (CUDA driver API, cuTensorMapEncodeTiled), in front of the launch.
+tensor to the TMA by its run-time shape and strides (CUDA driver API, cuTensorMapEncodeTiled), in front of the launch.
 """
 import tvm
 import tvm_ffi
@@ -63,7 +63,8 @@ def _with_body(block, body):
 
 
 def _event(block, ring):
-    """bulk_load(ring, shared address, tensor, its rows, heads, batch, box rows, channels, chunk, first row, head, batch entry, tile)."""
+    """bulk_load(ring, shared address, tensor, its rows, heads, batch, box rows, channels, chunk, strides of batch entries, rows and
+    heads in elements, first row, head, batch entry, tile)."""
     rows, channels = block.body, block.body.body
     realize, ana = channels.body, Analyzer()
     store = realize.block.body
@@ -83,6 +84,7 @@ def _event(block, ring):
     read, written = ([substitute(index, values) for index in indices] for indices in (load.indices, store.indices))
     batch, row, head, _channel = (ana.simplify(substitute(index, {r: _int(0), c: _int(0)})) for index in read)
     size_batch, size_rows, heads, size_channels = load.source.shape
+    size_batch, strides = getattr(size_batch, "value", size_batch), _strides(load.source)
     chunks, box_rows, chunk = store.buffer.shape
     _require(_equal(ana, read, (batch, row + r, head, c)), block, "a copy of whole rows one after the other", read)
     _require(_equal(ana, [substitute(bound.a - bound.b, values)], [row + r - size_rows]), block, "bounded by the end of its tensor", bound)
@@ -93,7 +95,16 @@ def _event(block, ring):
     key_tile = events.key_tile() if ring != events.Q else _int(0)
     row = row + tirx.max(1 - size_rows, _int(0))  # an empty tensor is described as one row, which must not be read
     return events.bulk_load(_int(ring), address, load.source.data, size_rows, heads, size_batch, box_rows, size_channels, chunk,
-                            row, head, batch, key_tile)
+                            *strides, row, head, batch, key_tile)
+
+
+def _strides(tensor):
+    """Strides of batch entries, rows and heads of a tensor, in elements: what it was declared with, or those of a contiguous one."""
+    if len(tensor.strides):
+        return tensor.strides[:3]
+    _batch, rows, heads, channels = tensor.shape
+    line = tirx.Cast("int64", heads) * channels
+    return tirx.Cast("int64", rows) * line, line, channels
 
 
 def tensor_map_type():
@@ -102,18 +113,20 @@ def tensor_map_type():
 
 
 def encode_tensor_map(tensor_map, call, stand_in):
-    """Host statement that describes the tensor of a bulk_load event by its run-time shape, in a variable.
+    """Host statement that describes the tensor of a bulk_load event by its run-time shape and strides, in a variable.
 
     Five dimensions from the inside: channel of a chunk, row, chunk, head, batch entry. No dimension may be zero, so an empty tensor
-    counts as one of size one; nothing of it is loaded, but the address must be one of the device: that of `stand_in`.
+    counts as one of size one, whatever its strides are; nothing of it is loaded, but the address must be one of the device: that of
+    `stand_in`.
     """
     pointer, rows, heads, batch, box_rows, channels, chunk = call.args[3:10]
     empty = tirx.EQ(rows, _int(0))
-    line, wide = int(chunk) * ELEMENT_BYTES, lambda expr: tirx.Cast("int64", expr)
+    line = int(chunk) * ELEMENT_BYTES
     rows, heads, batch = (tirx.max(size, _int(1)) for size in (rows, heads, batch))
-    row_bytes = int(channels) * ELEMENT_BYTES
+    batch_bytes, row_bytes, head_bytes = (
+        tirx.Select(empty, tirx.const(int(channels), "int64"), tirx.Cast("int64", stride)) * ELEMENT_BYTES for stride in call.args[10:13])
     dims = [chunk, rows, _int(int(channels) // int(chunk)), heads, batch]
-    strides = [wide(heads) * row_bytes, _int(line), _int(row_bytes), wide(rows) * wide(heads) * row_bytes]
+    strides = [row_bytes, _int(line), head_bytes, batch_bytes]
     box = [chunk, box_rows, _int(int(channels) // int(chunk)), _int(1), _int(1)]
     element = pointer.ty.element_type
     allocated = tvm.ir.Call(tvm.ir.Op.get("tirx.tvm_stack_alloca"), [tvm.ir.StringImm("tensormap"), _int(1)], None, ret_ty=tensor_map.ty)

@@ -7,6 +7,7 @@ conditional once fragments are plain registers, where its factors have constant 
 from tvm import s_tir, tirx
 
 from schedules.lowering import pass_lists, rewrite
+from schedules.lowering.aligned_strides import aligned_strides
 from schedules.lowering.software_pipeline import expand_order
 
 #: Pass configuration that goes with the pipeline.
@@ -17,6 +18,7 @@ pass_lists.register("flashtir_mma", [
     *pass_lists.blocks_to_loops(),
     rewrite.async_copy(),
     *pass_lists.flatten(),
+    aligned_strides("O"),  # cp.async takes 16 bytes at any address
     *pass_lists.split_key_loop([rewrite.split_masked_tiles()]),
     *pass_lists.loops_to_statements(hoist=[s_tir.transform.LowerAsyncDMA()]),
     *pass_lists.statements_to_function(),

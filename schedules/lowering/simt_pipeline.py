@@ -9,6 +9,7 @@ import tvm_ffi
 from tvm import s_tir, tirx
 
 from schedules.lowering import pass_lists, rewrite
+from schedules.lowering.aligned_strides import aligned_strides
 
 #: Pass configuration that goes with the pipeline: the stock one.
 CONFIG = {}
@@ -45,6 +46,7 @@ def guard_masked_tiles(func):
 pass_lists.register("flashtir_simt", [
     *pass_lists.blocks_to_loops(),
     *pass_lists.flatten(),
+    aligned_strides(),
     *pass_lists.split_key_loop([guard_masked_tiles(), rewrite.split_masked_tiles()]),
     *pass_lists.loops_to_statements(hoist=[s_tir.transform.HoistIfThenElse()]),
     tirx.transform.CommonSubexprElim(),

@@ -108,6 +108,9 @@ def _declared_text(job, negative_scale):
     space = job.space
     key = (space.family.NAME, space.workload, space.structure(job.plan), negative_scale)
     if key not in _declared:
-        mod = tvm.IRModule({"main": space.family.declare(space.workload, job.plan, negative_scale=negative_scale)})
-        _declared[key] = tvm.ir.save_json(mod), str(tvm_ffi.structural_hash(mod))
+        # What is built takes views with strides where the family's artefacts do; what a record names is the plain declaration.
+        built, plain = (tvm.IRModule({"main": func}) for func in (
+            build.declared(space.family, space.workload, job.plan, negative_scale),
+            space.family.declare(space.workload, job.plan, negative_scale=negative_scale)))
+        _declared[key] = tvm.ir.save_json(built), str(tvm_ffi.structural_hash(plain))
     return _declared[key]

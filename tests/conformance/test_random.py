@@ -21,7 +21,8 @@ def test_random_calls(engine, request):
     for number in range(count) if only is None else [only]:
         call = random_call(number, workloads)
         inputs, forward = call.inputs(), engine.forward(call.workload)
-        runs = [run(forward, call.workload, inputs, call.rounded_scale, call.arguments, engine.device) for _ in range(2)]
+        options = call.rounded_scale, call.arguments, engine.device, call.storage
+        runs = [run(forward, call.workload, inputs, *options) for _ in range(2)]
         complaint = judged(runs, wanted(call, inputs))
         if complaint is not None:
             failures.append(f"{call}: {complaint}")

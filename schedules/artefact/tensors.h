@@ -1,0 +1,196 @@
+/* The tensors of a call: what they must be, and the checks that look at nothing else. A part of entry.c, which says what the constants of
+ * artefact_config.h are. Every check returns 0, or -1 where it has set an error. */
+#define SPLIT "split the batch or the heads over several calls"
+
+enum { Q, K, V, OUT, LSE, TENSORS };
+enum { MAX_RANK = 4 };
+
+/* An argument of the mask, the score modification or the sink: an int from 0 up, a number, one above zero, or a tensor. Of a tensor, axes
+ * holds a letter for each axis: B, H, N or M for as many as batch, heads, queries or keys, or for one. */
+typedef struct {
+  const char *name;
+  enum { COUNT, NUMBER, POSITIVE, TENSOR } kind;
+  DLDataType dtype;
+  const char *axes;
+} Extra;
+static const Extra kExtras[] = {FLASHTIR_EXTRAS{NULL}};
+enum { EXTRAS = sizeof kExtras / sizeof *kExtras - 1 };
+
+/* What one dimension must be: a constant, the size of an earlier tensor's axis, or free (both zero). */
+typedef struct {
+  int64_t constant;
+  const char *same_as;
+  int tensor, axis;
+} Dim;
+#define FREE {0, NULL, 0, 0}
+#define CONSTANT(value) {value, NULL, 0, 0}
+#define SAME_AS(tensor, axis, name) {0, name, tensor, axis}
+
+typedef struct {
+  const char *name, *layout;
+  DLDataType dtype;
+  int rank;
+  Dim dims[MAX_RANK];
+  bool contiguous; /* whether views with strides are refused */
+} Wanted;
+#define ELEMENT {FLASHTIR_DTYPE_CODE, FLASHTIR_DTYPE_BITS, 1}
+
+static const Wanted kWanted[TENSORS] = {
+    {"q", "[batch, queries, heads, head_dim]", ELEMENT, 4, {FREE, FREE, FREE, CONSTANT(FLASHTIR_HEAD_DIM)}},
+    {"k", "[batch, keys, key_heads, head_dim]", ELEMENT, 4, {SAME_AS(Q, 0, "q.shape[0]"), FREE, FREE, CONSTANT(FLASHTIR_HEAD_DIM)}},
+    {"v", "[batch, keys, key_heads, value_dim]", ELEMENT, 4,
+     {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(K, 1, "k.shape[1]"), SAME_AS(K, 2, "k.shape[2]"), CONSTANT(FLASHTIR_VALUE_DIM)}},
+    {"out", "[batch, queries, heads, value_dim]", ELEMENT, 4,
+     {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 1, "q.shape[1]"), SAME_AS(Q, 2, "q.shape[2]"), CONSTANT(FLASHTIR_VALUE_DIM)}},
+    {"lse", "[batch, heads, queries]", {kDLFloat, 32, 1}, 3,
+     {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 2, "q.shape[2]"), SAME_AS(Q, 1, "q.shape[1]")}, true},
+};
+
+/* Raise an error of this kind; always -1, the ABI's "an error is set". */
+static int __attribute__((format(printf, 2, 3), cold)) fail(const char *kind, const char *format, ...) {
+  char text[512] = "flash_attention_forward: ";
+  size_t used = strlen(text);
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text + used, sizeof text - used, format, values);
+  va_end(values);
+  TVMFFIErrorSetRaisedFromCStr(kind, text);
+  return -1;
+}
+
+static const DLTensor *as_tensor(const TVMFFIAny *arg) {
+  if (arg->type_index == kTVMFFIDLTensorPtr) return (const DLTensor *)arg->v_ptr;
+  if (arg->type_index == kTVMFFITensor) return (const DLTensor *)((const char *)arg->v_obj + sizeof(TVMFFIObject));
+  return NULL;
+}
+
+static const char *type_name(const TVMFFIAny *arg) {
+  static const char *const plain[] = {"None", "an int", "a bool", "a float", "a plain pointer", "a dtype", "a device"};
+  if (as_tensor(arg)) return "a tensor";
+  if (arg->type_index >= 0 && arg->type_index < (int)(sizeof plain / sizeof *plain)) return plain[arg->type_index];
+  if (arg->type_index < kTVMFFIStaticObjectBegin) return "text or bytes";
+  return TVMFFIGetTypeInfo(arg->type_index)->type_key.data;
+}
+
+static const char *device_name(DLDevice device, char text[32]) {
+  switch (device.device_type) {
+    case kDLCPU: return "cpu";
+    case kDLCUDA: snprintf(text, 32, "cuda:%d", (int)device.device_id); return text;
+    default: snprintf(text, 32, "DLPack device %d:%d", (int)device.device_type, (int)device.device_id); return text;
+  }
+}
+
+static const char *dtype_name(DLDataType type, char text[32]) {
+  static const char *const codes[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};
+  const char *code = type.code < sizeof codes / sizeof *codes ? codes[type.code] : "unusual type ";
+  snprintf(text, 32, type.lanes == 1 ? "%s%d" : "%s%dx%d", code, type.bits, type.lanes);
+  return text;
+}
+
+static int check_type(const Wanted *wanted, const DLTensor *tensor, DLDevice first) {
+  char found[32], right[32];
+  DLDataType type = tensor->dtype;
+  if (tensor->ndim != wanted->rank)
+    return fail("ValueError", "%s has %d dimensions, wanted %d: %s", wanted->name, (int)tensor->ndim, wanted->rank, wanted->layout);
+  if (type.code != wanted->dtype.code || type.bits != wanted->dtype.bits || type.lanes != 1)
+    return fail("TypeError", "%s has dtype %s, wanted %s", wanted->name, dtype_name(type, found), dtype_name(wanted->dtype, right));
+  if (tensor->device.device_type != FLASHTIR_DEVICE_TYPE)
+    return fail("ValueError", "%s is on %s, wanted a tensor on %s", wanted->name, device_name(tensor->device, found),
+                FLASHTIR_DEVICE_TYPE == kDLCPU ? "the cpu" : "a cuda device");
+  if (tensor->device.device_id != first.device_id)
+    return fail("ValueError", "%s is on %s, wanted %s, where q is", wanted->name, device_name(tensor->device, found),
+                device_name(first, right));
+  return 0;
+}
+
+static int check_shape(const Wanted *wanted, const DLTensor *tensor, const DLTensor *const tensors[TENSORS]) {
+  for (int axis = 0; axis < wanted->rank; ++axis) {
+    const Dim *dim = &wanted->dims[axis];
+    int64_t size = tensor->shape[axis];
+    if (size < 0) return fail("ValueError", "%s.shape[%d] is %lld, wanted zero or more", wanted->name, axis, (long long)size);
+    if (dim->constant && size != dim->constant)
+      return fail("ValueError", "%s.shape[%d] is %lld, wanted %lld, which this artefact was built for; the layout is %s", wanted->name,
+                  axis, (long long)size, (long long)dim->constant, wanted->layout);
+    if (dim->same_as && size != tensors[dim->tensor]->shape[dim->axis])
+      return fail("ValueError", "%s.shape[%d] is %lld, wanted %lld as %s; the layout is %s", wanted->name, axis, (long long)size,
+                  (long long)tensors[dim->tensor]->shape[dim->axis], dim->same_as, wanted->layout);
+  }
+  return 0;
+}
+
+/* Where the elements of a tensor lie: strides in elements, and how many elements there are from the first to the last in memory, 0 for an
+ * empty tensor. odd is the last axis whose stride is not that of a contiguous tensor, which `compact` is; -1 where there is none. */
+typedef struct {
+  int64_t strides[MAX_RANK], span, compact;
+  int odd;
+} View;
+
+static int check_strides(const Wanted *wanted, const DLTensor *tensor, View *view) {
+  int channel = wanted->rank - 1;
+  int64_t compact = 1;
+  bool empty = false;
+  *view = (View){.odd = -1};
+  for (int axis = 0; axis < wanted->rank; ++axis) empty |= tensor->shape[axis] == 0;
+  for (int axis = channel; axis >= 0; --axis) {
+    int64_t size = tensor->shape[axis];
+    /* The stride of an axis of size one, or of an empty tensor, moves nothing, and libraries fill it in as they like: kernels get one that
+     * every piece of hardware takes. */
+    bool moves = size > 1 && !empty;
+    int64_t stride = !moves ? (axis == channel ? 1 : tensor->shape[channel]) : tensor->strides ? tensor->strides[axis] : compact;
+    view->strides[axis] = stride;
+    if (stride < 0)
+      return fail("ValueError", "%s has stride %lld in dimension %d, wanted none below zero: pass a copy", wanted->name, (long long)stride,
+                  axis);
+    if (moves && stride != compact && view->odd < 0) view->odd = axis, view->compact = compact;
+    if (!empty && __builtin_mul_overflow(compact, size, &compact))
+      return fail("ValueError", "%s has 2^63 elements or more, wanted fewer: " SPLIT, wanted->name);
+  }
+  for (int axis = 0; axis < wanted->rank && !empty; ++axis) {
+    int64_t reach;
+    if (__builtin_mul_overflow(tensor->shape[axis] - 1, view->strides[axis], &reach) ||
+        __builtin_add_overflow(view->span, reach + (axis == 0), &view->span))
+      return fail("ValueError", "%s spans 2^63 elements or more, wanted fewer: " SPLIT, wanted->name);
+  }
+  if (view->odd == channel || (view->odd >= 0 && wanted->contiguous))
+    return fail("ValueError", "%s has stride %lld in dimension %d, wanted %lld: pass a %s", wanted->name,
+                (long long)view->strides[view->odd], view->odd, (long long)view->compact,
+                wanted->contiguous ? "contiguous tensor" : "tensor whose channels are neighbours");
+  return 0;
+}
+
+/* Whether the elements of an output have places of their own: from the smallest stride up, each must lead past all that those before it
+ * reach. (Other views may do without overlap, too; nobody makes them.) */
+static int check_places(const Wanted *wanted, const DLTensor *tensor, const View *view) {
+  bool seen[MAX_RANK] = {false};
+  int64_t reach = 0;
+  for (int count = 0; count < wanted->rank && view->span; ++count) {
+    int axis = -1;
+    for (int other = 0; other < wanted->rank; ++other)
+      if (!seen[other] && (axis < 0 || view->strides[other] < view->strides[axis])) axis = other;
+    seen[axis] = true;
+    if (tensor->shape[axis] <= 1) continue;
+    if (view->strides[axis] <= reach)
+      return fail("ValueError", "%s has stride %lld in dimension %d, wanted more than %lld, so that no two elements share memory",
+                  wanted->name, (long long)view->strides[axis], axis, (long long)reach);
+    reach += (tensor->shape[axis] - 1) * view->strides[axis];
+  }
+  return 0;
+}
+
+static int64_t bytes_of(const DLTensor *tensor, int64_t elements) { return elements * (tensor->dtype.bits / 8); }
+
+/* Outputs share no memory with other tensors; where one lies between the first and the last element of another, they count as sharing. */
+static int check_memory(const DLTensor *plain, const View *views) {
+  for (int i = 0; i < TENSORS + EXTRAS; ++i) {
+    const char *name = i < TENSORS ? kWanted[i].name : kExtras[i - TENSORS].name;
+    if (views[i].span == 0) continue;
+    uintptr_t start = (uintptr_t)plain[i].data, end = start + bytes_of(&plain[i], views[i].span);
+    if (start == 0) return fail("ValueError", "%s has no data, wanted a pointer to its elements", name);
+    for (int output = OUT; output <= LSE; ++output) {
+      uintptr_t written = (uintptr_t)plain[output].data, written_end = written + bytes_of(&plain[output], views[output].span);
+      if ((i < output || i >= TENSORS) && views[output].span && start < written_end && written < end)
+        return fail("ValueError", "%s shares memory with %s, wanted outputs of their own", kWanted[output].name, name);
+    }
+  }
+  return 0;
+}

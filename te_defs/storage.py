@@ -1,0 +1,49 @@
+"""Where the elements of Q, K, V and O lie in memory: contiguous tensors, and the views that users make of others."""
+import math
+from dataclasses import dataclass
+
+from numpy.lib.stride_tricks import as_strided
+
+#: contiguous; bhnd, a head's rows one after the other; fused, slices of what one projection made of Q, K and V, or of K and V where these
+#: have a length of their own; padded, slices of tensors that are larger along every axis.
+STORAGES = ("contiguous", "bhnd", "fused", "padded")
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor [batch, rows, heads, channels] in a flat buffer: number of the buffer, first element, shape, and strides in elements."""
+
+    buffer: int
+    first: int
+    shape: tuple
+    strides: tuple
+
+    def of(self, array):
+        """The view of a flat NumPy array."""
+        return as_strided(array[self.first:], self.shape, [stride * array.itemsize for stride in self.strides])
+
+
+def views(storage, shapes):
+    """([View of q, k, v and out], [size of each buffer]) of tensors of these four shapes."""
+    if storage == "fused":
+        return _fused(*shapes)
+    placed, sizes = [], []
+    for number, (b, n, h, d) in enumerate(shapes):
+        whole = {"contiguous": (b, n, h, d), "bhnd": (b, h, n, d), "padded": (b, n + 1, h + 2, d + 8)}[storage]
+        batch, outer, inner, channel = (math.prod(whole[axis:]) for axis in range(1, 5))
+        rows = (inner, outer) if storage == "bhnd" else (outer, inner)
+        placed.append(View(number, 0, (b, n, h, d), (batch, *rows, channel)))
+        sizes.append(math.prod(whole))
+    return placed, sizes
+
+
+def _fused(q, k, v, out):
+    placed, sizes = [], []
+    for group in ((q, k, v), (out,)) if q[1] == k[1] else ((q,), (k, v), (out,)):
+        row, first = sum(h * d for _, _, h, d in group), 0
+        b, n, *_ = group[0]
+        for shape in group:
+            placed.append(View(len(sizes), first if b * n else 0, shape, (n * row, row, shape[3], 1)))
+            first += shape[2] * shape[3]
+        sizes.append(b * n * row)
+    return placed, sizes

@@ -31,7 +31,7 @@ SCORE_MIN = -(2.0**100)
 SCALE_MIN = 2.0**-100
 
 
-def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_scale=False, max_slack=0, strided=False):
+def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_scale=False, max_slack=0, strided=False, packed=False):
     """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale, ...) -> None.
 
     B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are
@@ -48,6 +48,9 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                     most 2^8 and not 1, far from the end of float16
     strided         Q, K, V and O are views with strides of their own, which come with the tensors. Channels are neighbours; strides of rows
                     and heads have 32 bits, and those of batch entries 64
+    packed          query heads of a group share row tiles: K and V are then read once for all of them. The last arguments, int32, say how
+                    many: `heads`, at most q_tile, of each of q_tile // heads `queries`, and how many `parts` of so many heads, the last
+                    perhaps not whole, make a group
     """
     if row_lanes not in (1, 4):
         raise ValueError(f"row_lanes must be 1 or 4, found {row_lanes}: choose one of these")
@@ -67,10 +70,23 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         """Key tiles from the last one down to the first that a row of the query tile sees; at least one, as pipelines can tell."""
         return tiles if mask.from_start else maximum(tiles - mask.key_begin(i0, M) // kv_tile, 1)
 
-    def whole(t, tiles, i0, M):
-        """Whether all rows of the query tile see the key tile of turn t whole; a lowering pass reads its two comparisons with t."""
+    def whole(t, tiles, i0, last, M):
+        """Whether the rows from i0 to `last` all see the key tile of turn t whole; a lowering pass reads its two comparisons with t."""
         below = t >= tiles - mask.key_end(i0, M) // kv_tile
-        return below if mask.from_start else tirx.And(below, t < tiles - (mask.key_begin(i0 + (q_tile - 1), M) + (kv_tile - 1)) // kv_tile)
+        return below if mask.from_start else tirx.And(below, t < tiles - (mask.key_begin(last, M) + (kv_tile - 1)) // kv_tile)
+
+    # Of a tile: heads that share it, its queries, and the tiles that a query takes in a group.
+    sizes = [tirx.Var(name, "int32") for name in ("heads", "queries", "parts")] if packed else []
+    heads, queries, parts = sizes or (1, q_tile, None)
+
+    def place(i):
+        """(query, head) of a tile's row, counted from the tile's first: heads run faster."""
+        return (i // heads, i % heads) if packed else (i, 0)
+
+    def exists(i, q0, first, N, group):
+        """Whether a tile's row stands for a query and a head that there are; `first` is the tile's first head in its group."""
+        query, head = place(i)
+        return tirx.And(tirx.And(query < queries, q0 + query < N), first + head < group) if packed else q0 + query < N
 
     def modified(s, scale, *place):
         """What is masked and summed of a score: with the scale's sign, or scaled and modified."""
@@ -102,14 +118,16 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         V = T.match_buffer(v, (entries, M, G, DV), dtype, strides=strides_of("V"), align=4)
         O = T.match_buffer(o, (entries, N, H, DV), dtype, strides=strides_of("O"), align=4)
         LSE = T.match_buffer(lse, (B, H, N), "float32", align=4)
-        for b, h, r in T.grid(B, H, (N + (q_tile - 1)) // q_tile):
+        for b, h, r in T.grid(B, G * parts if packed else H, (N + (queries - 1)) // queries):
             with T.sblock("attn"):
                 vb, vh, vr = T.axis.remap("SSS", [b, h, r])
                 # The last query tile first: under a causal mask it has the most keys, and a grid ends best on its short tiles.
-                q0 = T.meta_var(((N + (q_tile - 1)) // q_tile - 1 - vr) * q_tile)
-                g = T.meta_var(vh // (H // G))  # the key head of this query head
+                q0 = T.meta_var(((N + (queries - 1)) // queries - 1 - vr) * queries)
+                g = T.meta_var(vh // parts if packed else vh // (H // G))  # the key head of these query heads
+                first = T.meta_var(vh % parts * heads if packed else 0)
+                h0 = T.meta_var(g * (H // G) + first if packed else vh)
                 i0 = T.meta_var(mask.position(q0, N, M))
-                tiles = T.meta_var(T.max((mask.key_end(i0 + (q_tile - 1), M) + (kv_tile - 1)) // kv_tile, 1))
+                tiles = T.meta_var(T.max((mask.key_end(i0 + (queries - 1), M) + (kv_tile - 1)) // kv_tile, 1))
                 scale_log2 = T.meta_var(
                     T.float32(LOG2_E) if SCALED else T.max(T.fabs(scale), T.float32(SCALE_MIN)) * T.float32(LOG2_E))
                 Q_tile = T.sblock_alloc_buffer((q_tile, D), dtype)
@@ -120,7 +138,9 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                     for i, c in T.grid(q_tile, D):
                         with T.sblock("Q_load"):
                             vi, vc = T.axis.remap("SS", [i, c])
-                            Q_tile[vi, vc] = T.if_then_else(q0 + vi < N, Q[vb, q0 + vi, vh, vc], T.cast(0.0, dtype))
+                            at = T.meta_var(place(vi))
+                            Q_tile[vi, vc] = T.if_then_else(
+                                exists(vi, q0, first, N, H // G), Q[vb, q0 + at[0], h0 + at[1], vc], T.cast(0.0, dtype))
                 with T.sblock("init"):
                     for i, c in T.grid(q_tile, DV):
                         with T.sblock("O_acc_init"):
@@ -171,17 +191,17 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                             for i, j in T.grid(q_tile, kv_tile):
                                 with T.sblock("S_masked"):
                                     vi, vj = T.axis.remap("SS", [i, j])
+                                    at = T.meta_var(place(vi))
+                                    s = T.meta_var(modified(S[vi, vj], scale, vb, h0 + at[1], q0 + at[0], k0 + vj, N, M))
                                     if mask.exact:
-                                        if T.likely(whole(vt, tiles, i0, M)):
-                                            S_masked[vi, vj] = modified(S[vi, vj], scale, vb, vh, q0 + vi, k0 + vj, N, M)
+                                        if T.likely(whole(vt, tiles, i0, i0 + (queries - 1), M)):
+                                            S_masked[vi, vj] = s
                                         else:
                                             S_masked[vi, vj] = T.if_then_else(
-                                                mask.keep(i0 + vi, k0 + vj, M),
-                                                modified(S[vi, vj], scale, vb, vh, q0 + vi, k0 + vj, N, M), -T.infinity("float32"))
+                                                mask.keep(i0 + at[0], k0 + vj, M), s, -T.infinity("float32"))
                                     else:
                                         S_masked[vi, vj] = T.if_then_else(
-                                            mask.at(vb).keep(i0 + vi, k0 + vj, M),
-                                            modified(S[vi, vj], scale, vb, vh, q0 + vi, k0 + vj, N, M), -T.infinity("float32"))
+                                            mask.at(vb).keep(i0 + at[0], k0 + vj, M), s, -T.infinity("float32"))
                             for i, l, s, p in T.grid(q_tile, LANES, STEPS, PAIR):
                                 with T.sblock("tile_max"):
                                     vi, vl, vs, vp = T.axis.remap("SSRR", [i, l, s, p])
@@ -269,22 +289,24 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                     for i, l in T.grid(q_tile, LANES):
                         with T.sblock("row_sum_inverse"):
                             vi, vl = T.axis.remap("SS", [i, l])
-                            state = T.meta_var(with_sink(row_sum_total[vi, vl], row_max[vi, vl] * scale_log2, vh))
+                            state = T.meta_var(with_sink(row_sum_total[vi, vl], row_max[vi, vl] * scale_log2, h0 + place(vi)[1]))
                             row_sum_inverse[vi, vl] = T.if_then_else(state[1] > T.float32(0), state[2] / state[1], T.float32(0))
                     for i, c in T.grid(q_tile, DV):
                         with T.sblock("O"):
                             vi, vc = T.axis.remap("SS", [i, c])
-                            T.where(q0 + i < N)
-                            O[vb, q0 + vi, vh, vc] = T.cast(O_acc[vi, vc] * row_sum_inverse[vi, lane(vc)], dtype)
+                            T.where(exists(i, q0, first, N, H // G))
+                            at = T.meta_var(place(vi))
+                            O[vb, q0 + at[0], h0 + at[1], vc] = T.cast(O_acc[vi, vc] * row_sum_inverse[vi, lane(vc)], dtype)
                     for i, l in T.grid(q_tile, LANES):
                         with T.sblock("LSE"):
                             vi, vl = T.axis.remap("SS", [i, l])
-                            T.where(q0 + i < N)  # the lanes of a row store one value
-                            state = T.meta_var(with_sink(row_sum_total[vi, vl], row_max[vi, vl] * scale_log2, vh))
-                            LSE[vb, vh, q0 + vi] = state[0] * T.float32(LN_2) + T.log(state[1])
+                            T.where(exists(i, q0, first, N, H // G))  # the lanes of a row store one value
+                            at = T.meta_var(place(vi))
+                            state = T.meta_var(with_sink(row_sum_total[vi, vl], row_max[vi, vl] * scale_log2, h0 + at[1]))
+                            LSE[vb, h0 + at[1], q0 + at[0]] = state[0] * T.float32(LN_2) + T.log(state[1])
 
-    return flash_attention if not arguments else tirx.PrimFunc(
-        [*flash_attention.params, *arguments], flash_attention.body, flash_attention.ret_type, flash_attention.attrs)
+    return flash_attention if not arguments + sizes else tirx.PrimFunc(
+        [*flash_attention.params, *arguments, *sizes], flash_attention.body, flash_attention.ret_type, flash_attention.attrs)
 
 
 def _parameter(argument, dtype):

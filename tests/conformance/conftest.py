@@ -46,7 +46,7 @@ class Engine:
     def _stages(self, workload):
         _, plan = WITHOUT_GPU[self.family]
         count = [stage.__name__ for stage in self.family.STAGES].index(self.family.BINDS_AT)
-        kernel, twin = (tvm.compile(schedule(self.family, workload, plan, count, negative_scale=negative, strided=True).mod, "llvm")
+        kernel, twin = (tvm.compile(schedule(self.family, workload, plan, count, negative, strided=True).mod, "llvm")
                         for negative in (False, True))
         return lambda *arguments: (kernel if arguments[5] >= 0 else twin)(*arguments)
 

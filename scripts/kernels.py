@@ -136,7 +136,7 @@ class DLTensor(ctypes.Structure):
 
 
 def strided(tensor, view):
-    """The te_defs.storage.View of a flat tensor of TVM, which has no function that makes such: start, shape and strides are put in place."""
+    """The te_defs.storage.View of a flat tensor of TVM, which has no function that makes one: start, shape and strides are put in."""
     made = tensor._create_view([1] * len(view.shape) if 0 not in view.shape else view.shape)
     head = DLTensor.from_address(made.__chandle__() + OBJECT_BYTES)
     head.data += view.first * np.dtype(tensor.dtype).itemsize

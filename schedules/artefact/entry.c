@@ -146,7 +146,8 @@ static bool is_for(const Variant *variant, const DLTensor *q) {
 
 /* Why a variant cannot serve a call, where the device is not the reason. */
 enum { SERVES, TOO_LARGE, TOO_LONG, TOO_FAR, MISALIGNED, STRIDED, REASONS };
-static const char *const kRemedies[REASONS] = {"", SPLIT, "split it over several calls", "pass a copy", "pass a copy", "pass a contiguous tensor"};
+static const char *const kRemedies[REASONS] = {"", SPLIT, "split it over several calls", "pass a copy", "pass a copy",
+                                               "pass a contiguous tensor"};
 typedef struct {
   const Variant *variant;
   int reason;

@@ -1,5 +1,5 @@
-"""What the rules are asked of: every family, as artefact where this machine can run it, else on llvm up to the stage that binds threads, and
-there the kernel for views with strides."""
+"""What the rules are asked of: every family, as artefact where this machine can run it, else on llvm up to the stage that binds threads,
+and there the kernel for views with strides."""
 import pytest
 import tvm
 import tvm_ffi

@@ -22,9 +22,8 @@ from schedules.plan import Calls, fitting
 from schedules.tuning.gate import on_device
 from te_defs.storage import views
 
-#: Offset of the pointer to the strides in an object that TVM's runtime holds a tensor as: behind the object's head of 24 bytes, and behind
-#: data, device, rank, type and shape of the DLTensor.
-STRIDES_AT = 24 + 32
+#: Bytes of the head of a TVM object, behind which a tensor's DLTensor stands.
+OBJECT_BYTES = 24
 
 #: Where a machine without an NVIDIA driver keeps the library that stands in for it while it compiles.
 STUB_DRIVER = Path(__file__).parent.parent / "build" / "stub"
@@ -83,9 +82,9 @@ def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1
     plans = getattr(family, "further_plans", lambda *_: [(plan, Calls())])(workload, arch, plan, *tuned_at)
     first, *_ = kinds = build.strided_of(family)
     wanted = [(entry, replace(serves, strided=strided)) for strided in kinds for entry, serves in plans]
-    return [build_kernel(family, workload, entry, arch, archs, measured if (entry, serves.strided) == (plan, first) else None, number,
-                         serves)
-            for number, (entry, serves) in enumerate(wanted, place)]
+    figures = [measured if (entry, serves.strided) == (plan, first) else None for entry, serves in wanted]
+    return [build_kernel(family, workload, entry, arch, archs, found, number, serves)
+            for number, (found, (entry, serves)) in enumerate(zip(figures, wanted), place)]
 
 
 def write_artefact(kernels, workload, path, seed=0):
@@ -111,7 +110,7 @@ def answer(forward, inputs, scale, arguments=(), device=None, storage="contiguou
     """(out, lse) of one call of an exported function as NumPy arrays; the outputs hold NaN before, as does what lies between views.
 
     arguments  what follows the scale
-    storage    where q, k, v and out lie, one of te_defs.storage.STORAGES
+    storage    where q, k, v and out lie, one of te_defs.storage.STORAGES or EXPANDED
     Raises RuntimeError where something else than the elements of `out` was written.
     """
     q, _, v = inputs
@@ -131,10 +130,18 @@ def answer(forward, inputs, scale, arguments=(), device=None, storage="contiguou
     return found, lse.numpy()
 
 
+class DLTensor(ctypes.Structure):
+    """The tensor of dlpack.h."""
+
+    _fields_ = [("data", ctypes.c_size_t), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32), ("dtype", ctypes.c_int32),
+                ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64)]
+
+
 def strided(tensor, view):
-    """The te_defs.storage.View of a flat tensor of TVM, which has no function that makes views with strides: these are put in place."""
-    made = tensor._create_view(view.shape, relative_byte_offset=view.first * np.dtype(tensor.dtype).itemsize)
-    strides = ctypes.POINTER(ctypes.c_int64).from_address(made.__chandle__() + STRIDES_AT)
-    for axis, stride in enumerate(view.strides):
-        strides[axis] = stride
+    """The te_defs.storage.View of a flat tensor of TVM, which has no function that makes one: start, shape and strides are put in."""
+    made = tensor._create_view([1] * len(view.shape) if 0 not in view.shape else view.shape)
+    head = DLTensor.from_address(made.__chandle__() + OBJECT_BYTES)
+    head.data += view.first * np.dtype(tensor.dtype).itemsize
+    for axis, (size, stride) in enumerate(zip(view.shape, view.strides)):
+        head.shape[axis], head.strides[axis] = size, stride
     return made

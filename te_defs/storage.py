@@ -7,6 +7,8 @@ from numpy.lib.stride_tricks import as_strided
 #: contiguous; bhnd, a head's rows one after the other; fused, slices of what one projection made of Q, K and V, or of K and V where these
 #: have a length of their own; padded, slices of tensors that are larger along every axis.
 STORAGES = ("contiguous", "bhnd", "fused", "padded")
+#: Inputs whose batch entries, or heads, are one in memory, by the axis whose stride is 0.
+EXPANDED = {"one_entry": 0, "one_head": 2}
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,11 @@ class View:
 
 
 def views(storage, shapes):
-    """([View of q, k, v and out], [size of each buffer]) of tensors of these four shapes."""
+    """([View of q, k, v and out], [size of each buffer]) of tensors of these four shapes, in one of STORAGES or EXPANDED."""
     if storage == "fused":
         return _fused(*shapes)
+    if storage in EXPANDED:
+        return _expanded(EXPANDED[storage], shapes)
     placed, sizes = [], []
     for number, (b, n, h, d) in enumerate(shapes):
         whole = {"contiguous": (b, n, h, d), "bhnd": (b, h, n, d), "padded": (b, n + 1, h + 2, d + 8)}[storage]
@@ -34,6 +38,15 @@ def views(storage, shapes):
         rows = (inner, outer) if storage == "bhnd" else (outer, inner)
         placed.append(View(number, 0, (b, n, h, d), (batch, *rows, channel)))
         sizes.append(math.prod(whole))
+    return placed, sizes
+
+
+def _expanded(axis, shapes):
+    *inputs, out = shapes
+    placed, sizes = views("contiguous", [(*shape[:axis], min(shape[axis], 1), *shape[axis + 1:]) for shape in inputs] + [out])
+    for number, shape in enumerate(inputs):
+        strides = placed[number].strides
+        placed[number] = View(number, 0, shape, (*strides[:axis], 0, *strides[axis + 1:]))
     return placed, sizes
 
 

@@ -7,12 +7,14 @@ import tvm_ffi
 from schedules.arch import arch_of_capability
 from schedules.artefact.export import export_artefact
 from schedules.artefact.variant import variant_of
-from schedules.build import build_plan
-from schedules.families import mma, simt, wgmma
+from schedules.build import build_plan, strided_of
+from schedules.families import mma, simt, simt_te, wgmma
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
+from schedules.plan import Calls
 from schedules.registry import FAMILIES, takers
 from te_defs import reference
 from te_defs.masks import MASKS
+from te_defs.storage import EXPANDED, STORAGES
 from te_defs.workload import Shape, Workload
 from tests import numbers
 from tests.numbers import RAGGED
@@ -48,11 +50,12 @@ def arch():
 
 @pytest.fixture(scope="module")
 def built(toolkit, arch):
-    """Function (family, workload, plan, place) -> Variant of that place in an artefact."""
-    def make(family, workload, plan, place=1):
+    """Function (family, workload, plan, place, strided) -> Variant of that place in an artefact."""
+    def make(family, workload, plan, place=1, strided=None):
+        strided = strided_of(family)[0] if strided is None else strided
         with cuda_compiler(toolkit, (arch.name,), CudaOptions(**family.compiler_options(plan))) as log:
-            module = build_plan(family, workload, plan, arch, place)
-        return variant_of(module, family, arch, plan, log.kernels)
+            module = build_plan(family, workload, plan, arch, place, strided)
+        return variant_of(module, family, arch, plan, log.kernels, serves=Calls(strided=strided))
     return make
 
 
@@ -68,26 +71,26 @@ def linked(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forward(arch, built, linked):
-    """Function (family, workload, plan) -> flash_attention_forward of a plan, the seed where none is given; built once each.
+    """Function (family, workload, plan, strided) -> flash_attention_forward of a plan, the seed where none is given; built once each.
 
     Skips what the family declines.
     """
     known = {}
 
-    def make(family, workload, plan=None):
+    def make(family, workload, plan=None, strided=None):
         reason = family.decline(workload, arch)
         if reason is not None:
             pytest.skip(f"{family.NAME} declines: {reason}")
-        key = family.NAME, workload, plan
+        key = family.NAME, workload, plan, strided
         if key not in known:
-            known[key] = linked(workload, built(family, workload, plan or family.default_plan(workload, arch)))
+            known[key] = linked(workload, built(family, workload, plan or family.default_plan(workload, arch), strided=strided))
         return known[key]
     return make
 
 
-def run(function, workload, inputs, scale, mask=()):
+def run(function, workload, inputs, scale, mask=(), storage="contiguous"):
     """(out, lse) from the GPU; the outputs hold NaN before."""
-    return numbers.run(function, workload, inputs, scale, mask, tvm.cuda(0))
+    return numbers.run(function, workload, inputs, scale, mask, tvm.cuda(0), storage)
 
 
 def check(function, workload, shape, factor=1.0):
@@ -118,6 +121,40 @@ def test_nothing_is_written_on_bad_input(forward, arch):
     with pytest.raises(ValueError, match=r"lse.shape\[2\] is 9, wanted 8"):
         function(q, k, v, out, lse, 0.125)
     assert (out.numpy() == 7).all()
+
+
+class TestViews:
+    """Views with strides, by the kernel that takes them: its bits are those of contiguous tensors."""
+
+    WORKLOADS = [(simt, Workload(64, 64, "float32", "causal")), (simt, Workload(128, 128, "float16", "full")), (mma, CAUSAL),
+                 (mma, Workload(64, 64, "bfloat16", "full")), *((wgmma, workload) for workload in (
+                     CAUSAL, Workload(64, 64, "float16", "full"), *(it for it in WIDE if it.dtype == "float16" and it.mask == "causal")))]
+
+    @pytest.mark.parametrize("storage", [*STORAGES[1:], *EXPANDED])
+    @pytest.mark.parametrize("family, workload", WORKLOADS, ids=name_of)
+    def test_numbers_and_bits(self, forward, family, workload, storage):
+        function = forward(family, workload, strided=True)
+        for shape, scale in ((Shape(2, 6, 2, 270, 270), 0.1), (Shape(3, 4, 4, 130, 333), -0.1), (Shape(1, 2, 1, 1, 90), 0.1)):
+            inputs = reference.make_inputs(workload, shape)
+            if storage in EXPANDED:
+                for x in inputs:
+                    x[:] = x.take([0], EXPANDED[storage])
+            answers = reference.forward(workload, *inputs, scale)
+            found, plain = (run(function, workload, inputs, scale, storage=where) for where in (storage, "contiguous"))
+            assert reference.mismatch(*found, *answers, *reference.tolerances(workload, *inputs, scale, (), answers)) is None
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(found, plain))
+
+    def test_the_textbook_of_tensor_expressions_takes_none(self, forward):
+        workload = Workload(64, 64, "float32", "full")
+        with pytest.raises(ValueError, match="q has stride .* pass a contiguous tensor"):
+            run(forward(simt_te, workload), workload, reference.make_inputs(workload, Shape(1, 2, 2, 9, 9)), 0.1, storage="bhnd")
+
+    def test_one_artefact_has_a_kernel_for_either(self, arch, built, linked, capfd):
+        plan, inputs = mma.default_plan(CAUSAL, arch), reference.make_inputs(CAUSAL, Shape(2, 6, 2, 270, 270))
+        function = linked(CAUSAL, *(built(mma, CAUSAL, plan, place, strided) for place, strided in enumerate(strided_of(mma), 1)))
+        first, *others = (run(function, CAUSAL, inputs, 0.1, storage=storage) for storage in STORAGES)
+        assert all(a.tobytes() == b.tobytes() for other in others for a, b in zip(first, other))
+        assert capfd.readouterr().err == ""
 
 
 @pytest.fixture

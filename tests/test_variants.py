@@ -86,22 +86,28 @@ class DLTensor(ctypes.Structure):
                 ("dtype", ctypes.c_int32), ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.c_void_p)]
 
 
-def claim(shape, device, address):
-    """A compact float32 tensor that claims to have this shape and to be at an address of a GPU; nobody may read it."""
+def claim(shape, device, address, strides=None):
+    """A float32 tensor that claims to have this shape and to be at an address of a GPU, compact without strides; nobody may read it."""
     tensor = tvm_ffi.from_dlpack(np.zeros((1,) * len(shape), "float32"))
     head = DLTensor.from_address(tensor.__chandle__() + OBJECT_BYTES)
-    head.data, head.device_type, head.device_id, head.strides = address, tvm_ffi.DLDeviceType.kDLCUDA, device, None
+    head.data, head.device_type, head.device_id = address, tvm_ffi.DLDeviceType.kDLCUDA, device
     for axis, size in enumerate(shape):
         head.shape[axis] = size
+    if strides is None:
+        head.strides = None
+    for axis, stride in enumerate(strides or ()):
+        ctypes.cast(head.strides, ctypes.POINTER(ctypes.c_int64))[axis] = stride
     return tensor
 
 
-def call(forward, capability, kv_len=7, q_len=5, misplaced=0, scale=1.0):
-    """Call it on a GPU of this capability; k starts `misplaced` bytes past a multiple of 16."""
+def call(forward, capability, kv_len=7, q_len=5, misplaced=0, scale=1.0, **strides):
+    """Call it on a GPU of this capability; k starts `misplaced` bytes past a multiple of 16, tensors that are named have strides."""
     shapes = ((3, q_len, 4, 16), (3, kv_len, 2, 16), (3, kv_len, 2, 8), (3, q_len, 4, 8), (3, 4, q_len))
     # Far apart, since outputs must not share memory.
     starts = (1 << 50, (2 << 50) + misplaced, 3 << 50, 4 << 50, 5 << 50)
-    return forward(*(claim(shape, GPU[capability], start) for shape, start in zip(shapes, starts)), scale)
+    tensors = (claim(shape, GPU[capability], start, strides.get(name))
+               for name, shape, start in zip(("q", "k", "v", "out", "lse"), shapes, starts))
+    return forward(*tensors, scale)
 
 
 class TestChoice:
@@ -168,6 +174,48 @@ class TestChoice:
             call(forward, "9.0", kv_len=2**25, scale="x")
         assert call(forward, "9.0", q_len=0, kv_len=2**25) is None
         assert capfd.readouterr().err == ""
+
+
+class TestViews:
+    """Strides of q [3, 5, 4, 16] and the others in elements of four bytes."""
+
+    BHND = (320, 16, 80, 1)
+
+    @pytest.fixture
+    def forward(self, asked, tmp_path):
+        """Of one kernel that takes all tensors, on one chip, and on others of one for contiguous tensors with a twin for views."""
+        return link_numbers([code_for("special", "sm_90a", strided=True, MAX_ELEMENTS=2**40 - 1), code_for("plain", "sm_80", "sm_90"),
+                             code_for("twin", "sm_80", "sm_90", strided=True)], tmp_path)
+
+    @pytest.mark.parametrize("capability, places", [("8.0", (2, 3)), ("9.0", (1, 1))])
+    def test_a_kernel_of_their_own_serves_without_a_word(self, forward, capfd, capability, places):
+        assert (call(forward, capability), call(forward, capability, q=self.BHND)) == places
+        assert call(forward, capability, scale=-1.0, out=(160, 8, 40, 1)) == -places[1]
+        assert call(forward, capability, k=(0, 32, 0, 1)) == places[1], "expanded"
+        assert capfd.readouterr() == ("", "")
+
+    @pytest.mark.parametrize("capability, strides, message", [
+        ("8.0", dict(q=(330, 66, 16, 1)), "q has stride 330 in dimension 0, wanted a multiple of 4, which is 16 bytes: pass a copy"),
+        ("9.0", dict(v=(4200, 600, 2**31, 1)), "v has stride 2147483648 in dimension 2, wanted less than 2^31: pass a copy"),
+        ("8.0", dict(q=(2**30, 64, 16, 1)), "q spans 2^31 elements or more, wanted fewer: split the batch or the heads over several calls"),
+    ], ids=["multiple", "stride", "span"])
+    def test_one_sentence_says_why_none_serves(self, forward, capfd, capability, strides, message):
+        with pytest.raises(ValueError) as caught:
+            call(forward, capability, **strides)
+        assert str(caught.value) == f"flash_attention_forward: {message}" and capfd.readouterr().err == ""
+
+    def test_a_better_one_that_cannot_is_named(self, asked, tmp_path, capfd):
+        forward = link_numbers([code_for("strict", "sm_80", strided=True), code_for("lax", "sm_80", strided=True, ALIGNMENT=4)], tmp_path)
+        assert call(forward, "8.0", q=(330, 66, 16, 1)) == 2
+        assert capfd.readouterr().err == ("flash_attention_forward: strict for sm_80 cannot take this call (q has stride 330 in dimension "
+                                          "0, wanted a multiple of 4, which is 16 bytes): using lax for sm_80\n")
+
+    def test_batch_entries_may_be_far_apart(self, forward):
+        assert call(forward, "9.0", q=(2**34, 64, 16, 1)) == 1
+
+    def test_where_all_kernels_are_for_contiguous_tensors(self, asked, tmp_path):
+        with pytest.raises(ValueError, match="q has stride 80 in dimension 2, wanted 16: pass a contiguous tensor"):
+            call(link_numbers([code_for("plain", "sm_80")], tmp_path), "8.0", q=self.BHND)
 
 
 class TestRefused:

@@ -131,8 +131,9 @@ static bool is_for(const Variant *variant, const DLTensor *q) {
 }
 
 /* Why a variant cannot serve a call, where the device is not the reason. */
-enum { SERVES, TOO_LARGE, TOO_LONG, MISALIGNED, STRIDED, REASONS };
-static const char *const kRemedies[REASONS] = {"", SPLIT, "split it over several calls", "pass a copy", "pass a contiguous tensor"};
+enum { SERVES, TOO_LARGE, TOO_LONG, TOO_FAR, MISALIGNED, STRIDED, REASONS };
+static const char *const kRemedies[REASONS] = {"", SPLIT, "split it over several calls", "pass a copy", "pass a copy",
+                                               "pass a contiguous tensor"};
 typedef struct {
   const Variant *variant;
   int reason;
@@ -170,7 +171,7 @@ static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], c
       if (plain[i].shape[axis] > INT32_MAX)
         return refusal(variant, TOO_LONG, "%s.shape[%d] is %lld, wanted less than 2^31", name, axis, (long long)plain[i].shape[axis]);
       if (variant->strided && axis > 0 && view->strides[axis] > INT32_MAX)
-        return refusal(variant, TOO_LONG, "%s has stride %lld in dimension %d, wanted less than 2^31", name,
+        return refusal(variant, TOO_FAR, "%s has stride %lld in dimension %d, wanted less than 2^31", name,
                        (long long)view->strides[axis], axis);
       if (view->odd >= 0 && axis < kWanted[i].rank - 1 && view->strides[axis] % step)
         return refusal(variant, MISALIGNED, "%s has stride %lld in dimension %d, wanted a multiple of %lld, which is %d bytes", name,

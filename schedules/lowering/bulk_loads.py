@@ -63,8 +63,8 @@ def _with_body(block, body):
 
 
 def _event(block, ring):
-    """bulk_load(ring, shared address, tensor, its rows, heads, batch, box rows, channels, chunk, strides of batch entries, rows and
-    heads in elements, first row, head, batch entry, tile)."""
+    """bulk_load(ring, shared address, tensor, its rows, heads, batch, box rows, channels, chunk, strides of batch entries, rows and heads
+    in elements, first row, head, batch entry, tile)."""
     rows, channels = block.body, block.body.body
     realize, ana = channels.body, Analyzer()
     store = realize.block.body
@@ -123,8 +123,8 @@ def encode_tensor_map(tensor_map, call, stand_in):
     empty = tirx.EQ(rows, _int(0))
     line = int(chunk) * ELEMENT_BYTES
     rows, heads, batch = (tirx.max(size, _int(1)) for size in (rows, heads, batch))
-    batch_bytes, row_bytes, head_bytes = (
-        tirx.Select(empty, tirx.const(int(channels), "int64"), tirx.Cast("int64", stride)) * ELEMENT_BYTES for stride in call.args[10:13])
+    compact, given = tirx.const(int(channels), "int64"), (tirx.Cast("int64", stride) for stride in call.args[10:13])
+    batch_bytes, row_bytes, head_bytes = (tirx.Select(empty, compact, stride) * ELEMENT_BYTES for stride in given)
     dims = [chunk, rows, _int(int(channels) // int(chunk)), heads, batch]
     strides = [row_bytes, _int(line), head_bytes, batch_bytes]
     box = [chunk, box_rows, _int(int(channels) // int(chunk)), _int(1), _int(1)]

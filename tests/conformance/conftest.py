@@ -1,5 +1,5 @@
-"""What the rules are asked of: every family, as artefact where this machine can run it, else on llvm up to the stage that binds
-threads, and there the kernel for views with strides."""
+"""What the rules are asked of: every family, as artefact where this machine can run it, else on llvm up to the stage that binds threads,
+and there the kernel for views with strides."""
 import pytest
 import tvm
 import tvm_ffi
@@ -46,7 +46,7 @@ class Engine:
     def _stages(self, workload):
         _, plan = WITHOUT_GPU[self.family]
         count = [stage.__name__ for stage in self.family.STAGES].index(self.family.BINDS_AT)
-        kernels = [tvm.compile(schedule(self.family, workload, plan, count, negative_scale=negative, strided=True).mod, "llvm")
+        kernels = [tvm.compile(schedule(self.family, workload, plan, count, negative, strided=True).mod, "llvm")
                    for negative in signs(workload)]
         return lambda *arguments: kernels[0 if arguments[5] >= 0 else -1](*arguments)
 

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from te_defs import reference
+from te_defs.storage import EXPANDED, STORAGES
 from te_defs.workload import Shape, Workload
 from tests.numbers import run, verdict_on
 
@@ -29,9 +30,9 @@ class Asked:
         """(out, lse) of one call."""
         return run(self.engine.forward(self.workload(mask)), self.workload(mask), inputs, scale, sizes, self.engine.device)
 
-    def wrong(self, inputs, scale=0.125, mask="full", sizes=()):
+    def wrong(self, inputs, scale=0.125, mask="full", sizes=(), storage="contiguous"):
         """None where the answer is right, else a sentence."""
-        return verdict_on(self.engine.forward(self.workload(mask)), self.workload(mask), inputs, scale, sizes, self.engine.device)
+        return verdict_on(self.engine.forward(self.workload(mask)), self.workload(mask), inputs, scale, sizes, self.engine.device, storage)
 
 
 @pytest.fixture
@@ -123,6 +124,28 @@ class TestMasks:
         k[:, 256:], v[:, 256:] = poison, poison
         for found, wanted, rows in zip(ask.answer((q, k, v), mask=mask, sizes=sizes), clean, (np.s_[:, :64], np.s_[..., :64])):
             np.testing.assert_array_equal(found[rows], wanted[rows])
+
+
+class TestViews:
+    """Tensors that are views of others; around them stands NaN, and what lies beside the output must stay as it is."""
+
+    @pytest.mark.parametrize("storage", STORAGES)
+    @pytest.mark.parametrize("sizes", [(2, 6, 2, 77, 77), (2, 4, 4, 130, 70), (3, 1, 1, 1, 90), (1, 2, 1, 5, 0)], ids=str)
+    def test_lie_anywhere(self, ask, storage, sizes):
+        assert ask.wrong(ask.inputs(*sizes), mask="causal", storage=storage) is None
+
+    def test_give_the_bits_of_contiguous_tensors(self, ask):
+        inputs, workload = ask.inputs(2, 4, 2, 90, 130), ask.workload("causal")
+        forward, device = ask.engine.forward(workload), ask.engine.device
+        first, *others = (run(forward, workload, inputs, 0.125, (), device, storage) for storage in STORAGES)
+        assert all(a.tobytes() == b.tobytes() for other in others for a, b in zip(first, other))
+
+    @pytest.mark.parametrize("storage", EXPANDED)
+    def test_inputs_may_be_expanded(self, ask, storage):
+        inputs = ask.inputs(3, 4, 4, 40, 70)
+        for x in inputs:
+            x[:] = x.take([0], EXPANDED[storage])
+        assert ask.wrong(inputs, storage=storage) is None
 
 
 class TestNumbers:

@@ -7,7 +7,7 @@ from te_defs import reference
 from te_defs.masks import MASKS
 from te_defs.workload import Shape, Workload
 
-#: Head dimensions that every family has, and types of elements.
+#: Head dimensions, and types of elements.
 DIMS, DTYPES = ((64, 64), (128, 128)), ("float32", "float16", "bfloat16")
 #: Lengths around which tiles end, beside whatever is drawn up to MOST.
 LENGTHS, MOST = (0, 1, 2, 17, 63, 64, 65, 127, 128, 129), 300
@@ -76,10 +76,10 @@ def random_call(number, workloads):
 
 
 def workloads_of(kind, dims=DIMS):
-    """What the calls are drawn from on a device of a kind: every mask and type; on a CPU one pair of head dimensions, and another that no
-    vector divides."""
+    """What the calls are drawn from on a device of a kind: every mask and type; on a CPU one pair of head dimensions. And, in one type,
+    a pair that neither vectors nor tensor cores divide."""
     pairs = [(pair, dtype) for pair in (dims[:1] if kind == "cpu" else dims) for dtype in DTYPES]
-    pairs += [((40, 72), "float32")] if kind == "cpu" else []
+    pairs.append(((40, 72), "float32" if kind == "cpu" else "bfloat16"))
     return [Workload(*pair, dtype, mask) for pair, dtype in pairs for mask in MASKS]
 
 

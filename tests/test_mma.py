@@ -21,8 +21,7 @@ UNBOUND = [stage.__name__ for stage in mma.STAGES[:[stage.__name__ for stage in 
 WORKLOADS = [Workload(d, d, dtype, mask) for d in (64, 128) for dtype in ("float16", "bfloat16") for mask in ("full", "causal")]
 #: Channels that are no whole number of steps, and those that take rows with a gap, tiles of eight warps and the smallest tiles.
 PADDED = [(Workload(40, 72, "bfloat16", "full"), "sm_80"), (Workload(80, 80, "float16", "causal"), "sm_86"),
-          (Workload(192, 128, "float16", "full"), "sm_80"), (Workload(248, 248, "float16", "causal"), "sm_86"),
-          (Workload(16, 16, "float16", "full"), "sm_80")]
+          (Workload(192, 128, "float16", "full"), "sm_80"), (Workload(248, 248, "float16", "causal"), "sm_86")]
 #: Every workload for the oldest chip, every float16 one for the chip whose logs are shipped, one for each chip with less shared memory.
 COMPILED = [(w, "sm_80") for w in WORKLOADS] + [(w, "sm_90a") for w in WORKLOADS if w.dtype == "float16"] + [
     (Workload(128, 128, "float16", "causal"), arch) for arch in ("sm_86", "sm_89", "sm_120")] + PADDED

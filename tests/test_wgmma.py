@@ -212,7 +212,8 @@ class TestKnobs:
             assert told.count("flashtir_get(") == told.count("flashtir_put(") // 2, "once for a tile, once for none"
 
     @pytest.mark.parametrize("workload, changes", [
-        (CAUSAL, {}), (CAUSAL, dict(q_tile=192, kv_tile=80, stages=3, query_stages=2, loader_registers=32)), (Workload(72, 40), {})], ids=str)
+        (CAUSAL, {}), (CAUSAL, dict(q_tile=192, kv_tile=80, stages=3, query_stages=2, loader_registers=32)), (Workload(72, 40), {})],
+        ids=str)
     def test_budget_tells_the_shared_memory_that_lowering_takes(self, workload, changes):
         plan = PLAN.but(**changes)
         func = schedule(wgmma, workload, plan).mod["main"].with_attr("target", ARCH.target())

@@ -7,7 +7,8 @@ take turns at issuing (ping-pong). The grid is persistent: a block goes on to it
 
 The budget. Registers decide again: per thread a consumer holds O (DV / 2), S (kv_tile / 2) and P (kv_tile / 4), of the 240 registers
 that setmaxnreg gives to each of two consumer warpgroups, and 160 to each of three. Shared memory holds Q once or twice, and K and V
-once for each stage of their rings.
+once for each stage of their rings. Products run over channels rounded up to 16; shared tiles have rows of whole swizzled lines, at whose
+ends the accelerator puts zeros.
 
 The finished nest, one line a group of blocks; pictures below are those of d 64, float16, causal::
 

@@ -121,8 +121,8 @@ def further_plans(workload, arch, plan, tuned_at=TUNED_AT):
     lengths = arch.wgmma_lengths.get(_row_key(workload, arch), ((SHORT + 1, {}), (0, {})))
     seed, home = default_plan(workload, arch), next(queries for queries, _ in lengths if queries <= tuned_at)
     one = dict(q_tile=intrinsics.GROUP_ROWS, blocks=0, shared_decode=0, query_stages=1, ping_pong=0, loader_registers=LOADER_REGISTERS[1])
-    plans = [(plan if queries == home else _with_loader(workload, seed.but(**changes)), Calls(queries, arch.peak.sms + 1, intrinsics.GROUP_ROWS))
-             for queries, changes in lengths]
+    plans = [(plan if queries == home else _with_loader(workload, seed.but(**changes)),
+              Calls(queries, arch.peak.sms + 1, intrinsics.GROUP_ROWS)) for queries, changes in lengths]
     plans.append((plan.but(**one) if plan.groups > 1 else plan, Calls()))
     # Whatever is for one entry is for the next one, too.
     return [entry for entry, following in zip(plans, [*plans[1:], (None, None)]) if entry[0] != following[0]]

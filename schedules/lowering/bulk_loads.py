@@ -1,8 +1,9 @@
 """Copies of whole tiles by the tensor memory accelerator (TMA), from blocks that say plainly what they copy.
 
 A block annotated BULK_LOAD copies rows of a tensor [batch, rows, heads, channels] to a shared tile [chunks, rows, chunk], with zeros past
-the last row, and past the last channel where the chunks have more. `lower_bulk_loads` checks exactly this and puts an event in its place; `encode_tensor_map` has the host describe each
-tensor to the TMA by its run-time shape (CUDA driver API, cuTensorMapEncodeTiled), in front of the launch.
+the last row, and past the last channel where the chunks have more. `lower_bulk_loads` checks exactly this and puts an event in its place;
+`encode_tensor_map` has the host describe each tensor to the TMA by its run-time shape (CUDA driver API, cuTensorMapEncodeTiled), in front
+of the launch.
 """
 import tvm
 import tvm_ffi
@@ -93,11 +94,11 @@ def _event(block, ring):
     _require(_equal(ana, (rows.extent, channels.extent), (box_rows, chunks * chunk)), block,
              "a copy of all rows of its tile and all channels", f"{rows.extent} rows and {channels.extent} channels")
     if channel_bound is None:
-        _require(_equal(ana, [chunks * chunk], [size_channels]), block, "bounded by the channels of its tensor", f"{channels.extent} channels")
+        exact = _equal(ana, [chunks * chunk], [size_channels])
     else:
-        held = substitute(channel_bound, values)
-        same = tvm_ffi.structural_equal(ana.simplify(held), ana.simplify(c < size_channels))
-        _require(same and _chunks(size_channels, chunk) == int(chunks), block, "bounded by the channels of its tensor", channel_bound)
+        held, wanted = (ana.simplify(bound) for bound in (substitute(channel_bound, values), c < size_channels))
+        exact = tvm_ffi.structural_equal(held, wanted) and _chunks(size_channels, chunk) == int(chunks)
+    _require(exact, block, "bounded by the channels of its tensor", f"{channels.extent} channels, bound {channel_bound}")
     address = tirx.address_of(tirx.BufferLoad(store.buffer, [_int(0)] * 3))
     key_tile = events.key_tile() if ring != events.Q else _int(0)
     row = row + tirx.max(1 - size_rows, _int(0))  # an empty tensor is described as one row, which must not be read

@@ -38,7 +38,7 @@ class CudaArch:
     smem_bytes            most shared memory that one block can opt in to; TVM's target tags and the driver's default say 48 KiB
     smem_per_sm_bytes     shared memory of a multiprocessor, which its resident blocks share (each block also pays 1 KiB)
     mma                   whether it has mma.sync m16n8k16 for 16-bit inputs, ldmatrix and cp.async
-    mma_tile              (q_tile, kv_tile, warps) of the seed plan by head dimension, for mma
+    mma_tile              {most channels: (q_tile, kv_tile, warps) of the seed plan}, for mma
     wgmma_seed            {(head dimension, mask): fields of the seed plan}, for wgmma with TMA and setmaxnreg; empty where it has none
     wgmma_lengths         likewise {...: ((fewest queries, fields that differ), ...)}, longest first: plans by length of the sequence, where
                           the seed is not the best for all
@@ -49,7 +49,7 @@ class CudaArch:
     smem_bytes: int
     smem_per_sm_bytes: int
     mma: bool
-    mma_tile: tuple = ()
+    mma_tile: dict = field(default_factory=dict, hash=False)
     wgmma_seed: dict = field(default_factory=dict, hash=False)
     wgmma_lengths: dict = field(default_factory=dict, hash=False)
     kind: str = "cuda"
@@ -103,9 +103,9 @@ class CpuArch:
 
 _KIB = 1024
 #: Seed tiles from the peers' published choices (FlashAttention-2 and -3, tile-size tables): d -> (q_tile, kv_tile, warps).
-_AMPERE_TILES = {64: (128, 112, 4), 128: (128, 64, 4)}
-_ADA_TILES = {64: (128, 96, 4), 128: (128, 32, 4)}
-_HOPPER_TILES = {64: (128, 96, 4), 128: (128, 64, 4)}
+_AMPERE_TILES = {32: (128, 128, 4), 64: (128, 112, 4), 128: (128, 64, 4), 192: (128, 64, 8), 256: (128, 32, 8)}
+_ADA_TILES = {32: (128, 128, 4), 64: (128, 96, 4), 128: (128, 32, 4), 192: (64, 32, 4), 256: (64, 32, 4)}
+_HOPPER_TILES = {32: (128, 128, 4), 64: (128, 96, 4), 128: (128, 64, 4), 192: (128, 64, 8), 256: (128, 64, 8)}
 
 #: Fields of wgmma's seed plans by head dimension and mask: tiles after FlashAttention-3's table, the rest by measurement on an H200.
 _WGMMA_SEEDS = {

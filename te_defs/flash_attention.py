@@ -21,7 +21,7 @@ import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
-from te_defs.integers import maximum
+from te_defs.integers import maximum, round_up
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -31,7 +31,8 @@ SCORE_MIN = -(2.0**100)
 SCALE_MIN = 2.0**-100
 
 
-def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_scale=False, max_slack=0, strided=False, packed=False):
+def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_scale=False, max_slack=0, strided=False, packed=False,
+                            channel_steps=(1, 1)):
     """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale, ...) -> None.
 
     B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are
@@ -51,12 +52,15 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
     packed          query heads of a group share row tiles: K and V are then read once for all of them. The last arguments, int32, say how
                     many: `heads`, at most q_tile, of each of q_tile // heads `queries`, and how many `parts` of so many heads, the last
                     perhaps not whole, make a group
+    channel_steps   (of products, of tiles): multiples to which channels are rounded up, the second one of the first. Tiles have zeros past
+                    the tensors' own channels, which O leaves out again
     """
     if row_lanes not in (1, 4):
         raise ValueError(f"row_lanes must be 1 or 4, found {row_lanes}: choose one of these")
     arguments, dtype = [_parameter(argument, workload.dtype) for argument in workload.arguments], workload.dtype
     mask, score, sink = workload.modifiers(arguments)
     D, DV, LANES = workload.head_dim, workload.value_dim, row_lanes
+    (PRODUCT_D, PRODUCT_DV), (TILE_D, TILE_DV) = ([round_up(size, step) for size in (D, DV)] for step in channel_steps)
     QUAD, SLACK, SCALED = row_lanes == 4, max_slack > 0, score is not None
     SEEN = "row_max_seen" if SLACK else "row_max_new"
     PAIR = 2 if QUAD else 1  # columns of a lane that stand side by side
@@ -83,10 +87,14 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         """(query, head) of a tile's row, counted from the tile's first: heads run faster."""
         return (i // heads, i % heads) if packed else (i, 0)
 
-    def exists(i, q0, first, N, group):
+    def stands(i, q0, first, N, group):
         """Whether a tile's row stands for a query and a head that there are; `first` is the tile's first head in its group."""
         query, head = place(i)
         return tirx.And(tirx.And(query < queries, q0 + query < N), first + head < group) if packed else q0 + query < N
+
+    def exists(row, c, channels, tile_channels):
+        """Whether channel c of a tile is one of the tensor, where its row is; asked of 8 at a time, so that wide copies stay whole."""
+        return row if tile_channels == channels else tirx.And(row, c // 8 < channels // 8)
 
     def modified(s, scale, *place):
         """What is masked and summed of a score: with the scale's sign, or scaled and modified."""
@@ -130,19 +138,19 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                 tiles = T.meta_var(T.max((mask.key_end(i0 + (queries - 1), M) + (kv_tile - 1)) // kv_tile, 1))
                 scale_log2 = T.meta_var(
                     T.float32(LOG2_E) if SCALED else T.max(T.fabs(scale), T.float32(SCALE_MIN)) * T.float32(LOG2_E))
-                Q_tile = T.sblock_alloc_buffer((q_tile, D), dtype)
-                O_acc = T.sblock_alloc_buffer((q_tile, DV), "float32")
+                Q_tile = T.sblock_alloc_buffer((q_tile, TILE_D), dtype)
+                O_acc = T.sblock_alloc_buffer((q_tile, PRODUCT_DV), "float32")
                 row_max = T.sblock_alloc_buffer((q_tile, LANES), "float32")
                 row_sum = T.sblock_alloc_buffer((q_tile, LANES), "float32")
                 with T.sblock("load_queries"):
-                    for i, c in T.grid(q_tile, D):
+                    for i, c in T.grid(q_tile, TILE_D):
                         with T.sblock("Q_load"):
                             vi, vc = T.axis.remap("SS", [i, c])
                             at = T.meta_var(place(vi))
-                            Q_tile[vi, vc] = T.if_then_else(
-                                exists(vi, q0, first, N, H // G), Q[vb, q0 + at[0], h0 + at[1], vc], T.cast(0.0, dtype))
+                            Q_tile[vi, vc] = T.if_then_else(exists(stands(vi, q0, first, N, H // G), vc, D, TILE_D),
+                                                            Q[vb, q0 + at[0], h0 + at[1], vc], T.cast(0.0, dtype))
                 with T.sblock("init"):
-                    for i, c in T.grid(q_tile, DV):
+                    for i, c in T.grid(q_tile, PRODUCT_DV):
                         with T.sblock("O_acc_init"):
                             vi, vc = T.axis.remap("SS", [i, c])
                             O_acc[vi, vc] = T.float32(0)
@@ -158,8 +166,8 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                     with T.sblock("kv"):
                         vt = T.axis.opaque(T.max((M + (kv_tile - 1)) // kv_tile, 1), t)
                         k0 = T.meta_var((tiles - 1 - vt) * kv_tile)
-                        K_tile = T.sblock_alloc_buffer((kv_tile, D), dtype)
-                        V_tile = T.sblock_alloc_buffer((kv_tile, DV), dtype)
+                        K_tile = T.sblock_alloc_buffer((kv_tile, TILE_D), dtype)
+                        V_tile = T.sblock_alloc_buffer((kv_tile, TILE_DV), dtype)
                         S = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         S_masked = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         tile_max = T.sblock_alloc_buffer((q_tile, LANES), "float32")
@@ -170,18 +178,20 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                         tile_sum = T.sblock_alloc_buffer((q_tile, LANES), "float32")
                         row_sum_new = T.sblock_alloc_buffer((q_tile, LANES), "float32")
                         P_cast = T.sblock_alloc_buffer((q_tile, kv_tile), dtype)
-                        O_acc_new = T.sblock_alloc_buffer((q_tile, DV), "float32")
-                        for j, c in T.grid(kv_tile, D):
+                        O_acc_new = T.sblock_alloc_buffer((q_tile, PRODUCT_DV), "float32")
+                        for j, c in T.grid(kv_tile, TILE_D):
                             with T.sblock("K_load"):
                                 vj, vc = T.axis.remap("SS", [j, c])
                                 # Only the last tile can reach past the end, and it comes first.
-                                K_tile[vj, vc] = T.if_then_else(T.Or(vt >= 1, k0 + vj < M), K[vb, k0 + vj, g, vc], T.cast(0.0, dtype))
-                        for j, c in T.grid(kv_tile, DV):
+                                K_tile[vj, vc] = T.if_then_else(
+                                    exists(T.Or(vt >= 1, k0 + vj < M), vc, D, TILE_D), K[vb, k0 + vj, g, vc], T.cast(0.0, dtype))
+                        for j, c in T.grid(kv_tile, TILE_DV):
                             with T.sblock("V_load"):
                                 vj, vc = T.axis.remap("SS", [j, c])
-                                V_tile[vj, vc] = T.if_then_else(T.Or(vt >= 1, k0 + vj < M), V[vb, k0 + vj, g, vc], T.cast(0.0, dtype))
+                                V_tile[vj, vc] = T.if_then_else(
+                                    exists(T.Or(vt >= 1, k0 + vj < M), vc, DV, TILE_DV), V[vb, k0 + vj, g, vc], T.cast(0.0, dtype))
                         with T.sblock("qk"):
-                            for i, j, c in T.grid(q_tile, kv_tile, D):
+                            for i, j, c in T.grid(q_tile, kv_tile, PRODUCT_D):
                                 with T.sblock("S"):
                                     vi, vj, vc = T.axis.remap("SSR", [i, j, c])
                                     with T.init():
@@ -258,14 +268,14 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                                     vi, vj = T.axis.remap("SS", [i, j])
                                     P_cast[vi, vj] = T.cast(P[vi, vj], dtype)
                         with T.sblock("pv"):
-                            for i, c, j in T.grid(q_tile, DV, kv_tile):
+                            for i, c, j in T.grid(q_tile, PRODUCT_DV, kv_tile):
                                 with T.sblock("O_acc_new"):
                                     vi, vc, vj = T.axis.remap("SSR", [i, c, j])
                                     with T.init():
                                         O_acc_new[vi, vc] = rescale[vi, lane(vc)] * O_acc[vi, vc]
                                     O_acc_new[vi, vc] += T.cast(P_cast[vi, vj], "float32") * T.cast(V_tile[vj, vc], "float32")
                         with T.sblock("back"):
-                            for i, c in T.grid(q_tile, DV):
+                            for i, c in T.grid(q_tile, PRODUCT_DV):
                                 with T.sblock("O_acc"):
                                     vi, vc = T.axis.remap("SS", [i, c])
                                     O_acc[vi, vc] = O_acc_new[vi, vc]
@@ -294,13 +304,13 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                     for i, c in T.grid(q_tile, DV):
                         with T.sblock("O"):
                             vi, vc = T.axis.remap("SS", [i, c])
-                            T.where(exists(i, q0, first, N, H // G))
+                            T.where(stands(i, q0, first, N, H // G))
                             at = T.meta_var(place(vi))
                             O[vb, q0 + at[0], h0 + at[1], vc] = T.cast(O_acc[vi, vc] * row_sum_inverse[vi, lane(vc)], dtype)
                     for i, l in T.grid(q_tile, LANES):
                         with T.sblock("LSE"):
                             vi, vl = T.axis.remap("SS", [i, l])
-                            T.where(exists(i, q0, first, N, H // G))  # the lanes of a row store one value
+                            T.where(stands(i, q0, first, N, H // G))  # the lanes of a row store one value
                             at = T.meta_var(place(vi))
                             state = T.meta_var(with_sink(row_sum_total[vi, vl], row_max[vi, vl] * scale_log2, h0 + at[1]))
                             LSE[vb, h0 + at[1], q0 + at[0]] = state[0] * T.float32(LN_2) + T.log(state[1])

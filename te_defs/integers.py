@@ -14,6 +14,11 @@ def divide(a, b):
     return tirx.truncdiv(a, b) if symbolic(a, b) else a // b
 
 
+def round_up(a, step):
+    """The smallest multiple of step that is at least a."""
+    return -(-a // step) * step
+
+
 def remainder(a, b):
     """What `divide` leaves of a."""
     return tirx.truncmod(a, b) if symbolic(a, b) else a % b

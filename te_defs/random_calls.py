@@ -9,7 +9,7 @@ from te_defs.arguments import AXES
 from te_defs.storage import STORAGES
 from te_defs.workload import Shape, Workload, make_arguments
 
-#: Head dimensions that every family has, and types of elements.
+#: Head dimensions, and types of elements.
 DIMS, DTYPES = ((64, 64), (128, 128)), ("float32", "float16", "bfloat16")
 #: (mask, score, sink) beside the plain masks, dealt to the head dimensions and types in turn.
 FEATURES = (("causal", "softcap", False), ("window", "alibi", False), ("full", "bias", True), ("causal", "", True),
@@ -94,10 +94,10 @@ def random_call(number, workloads):
 
 
 def workloads_of(kind, dims=DIMS):
-    """What the calls are drawn from on a device of a kind: every mask and type; on a CPU one pair of head dimensions, and another that no
-    vector divides."""
+    """What the calls are drawn from on a device of a kind: every mask and type; on a CPU one pair of head dimensions. And, in one type,
+    a pair that neither vectors nor tensor cores divide."""
     pairs = [(pair, dtype) for pair in (dims[:1] if kind == "cpu" else dims) for dtype in DTYPES]
-    pairs += [((40, 72), "float32")] if kind == "cpu" else []
+    pairs.append(((40, 72), "float32" if kind == "cpu" else "bfloat16"))
     plain = [Workload(*pair, dtype, mask) for pair, dtype in pairs for mask in MASKS]
     return plain + [Workload(*pairs[n % len(pairs)][0], pairs[n % len(pairs)][1], *features) for n, features in enumerate(FEATURES)]
 

@@ -13,16 +13,16 @@ from schedules.lowering import bulk_loads
 ROWS, CHANNELS, CHUNK = 16, 128, 64
 
 
-def copy(value, place=lambda j, c: (c // CHUNK, j, c % CHUNK), rows=ROWS, channels=CHANNELS, strides=None):
+def copy(value, place=lambda j, c: (c // CHUNK, j, c % CHUNK), rows=ROWS, channels=CHANNELS, strides=None, width=CHANNELS):
     """A function with one block that asks for a bulk load: it puts value(Q, i, j, c, n, m, b, h) at place(j, c) of a shared tile.
 
-    Q is [batch, n, heads, 128], i the row of it that belongs to row j of the tile, c the channel, b the batch entry and h the head.
+    Q is [batch, n, heads, width], i the row of it that belongs to row j of the tile, c the channel, b the batch entry and h the head.
     """
     @T.prim_func(s_tir=True, check_well_formed=False)
     def load(q: T.handle, n: T.int32, m: T.int32, b: T.int32, h: T.int32):
         T.func_attr({"global_symbol": "main"})
         B, H = T.int32(), T.int32()
-        Q = T.match_buffer(q, (B, n, H, CHANNELS), "float16", strides=strides)
+        Q = T.match_buffer(q, (B, n, H, width), "float16", strides=strides)
         for t in range((n + (ROWS - 1)) // ROWS):
             with T.sblock("kv"):
                 vt = T.axis.opaque((n + (ROWS - 1)) // ROWS, t)
@@ -52,17 +52,17 @@ def lowered(func):
 
 
 def event_in(func):
-    """Arguments of the one event bulk_load of a function, behind its name."""
+    """The one event bulk_load of a function."""
     calls = []
     tvm_ffi.structural_walk(
         func.body, (tvm.ir.Call, lambda call: calls.append(call) if events.name_of(call) == "bulk_load" else None))
     call, = calls
-    return call.args[1:]
+    return call
 
 
 def test_a_copy_of_whole_rows_becomes_one_event():
     func = lowered(copy(plain))
-    ring, _address, pointer, rows, heads, batch, box_rows, channels, chunk, *strides, row, head, entry, tile = event_in(func)
+    _name, ring, _address, pointer, rows, heads, batch, box_rows, channels, chunk, *strides, row, head, entry, tile = event_in(func).args
     Q = func.params[0]
     n, _m, b, h = func.params[1:]
     assert int(ring) == events.K and tvm_ffi.structural_equal(pointer, Q.data)
@@ -78,8 +78,30 @@ def test_a_copy_of_whole_rows_becomes_one_event():
 
 def test_a_view_has_strides_of_its_own():
     own = [tirx.Var(name, "int32") for name in ("batch", "row", "head")]
-    strides = event_in(lowered(copy(plain, strides=[*own, 1])))[9:12]
+    strides = event_in(lowered(copy(plain, strides=[*own, 1]))).args[10:13]
     assert all(found.same_as(stride) for found, stride in zip(strides, own))
+
+
+def padded(width):
+    """The same with zeros from a channel on."""
+    return lambda Q, i, j, c, n, m, b, h: T.if_then_else(tirx.And(T.Or(i < 0, i < n), c // 8 < width // 8), Q[b, i, h, c], zero())
+
+
+def test_a_tile_may_have_zeros_past_the_last_channel():
+    call = event_in(lowered(copy(padded(80), width=80)))
+    assert [int(size) for size in call.args[7:10]] == [ROWS, 80, CHUNK]
+    assert bulk_loads.box_bytes(call) == ROWS * CHANNELS * 2, "zeros count too"
+    map_ = tirx.Var("map", bulk_loads.tensor_map_type())
+    barrier, address = (tirx.Var(name, "uint32") for name in ("barrier", "address"))
+    place = [tirx.IntImm("int32", number) for number in (5, 6, 7)]
+    loads = bulk_loads.load_instructions(call, map_, place, address, barrier, True)
+    assert [[int(x) for x in load.args if isinstance(x, tirx.IntImm)][:4] for load in loads] == [[0, 5, 6, 7], [CHUNK, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("value, width", [(plain, 80), (padded(88), 80), (padded(72), 80), (padded(64), 64), (padded(80), CHANNELS)],
+                         ids=["no_bound", "too_many", "too_few", "a_line_of_zeros", "zeros_over_channels"])
+def test_zeros_that_are_not_those_past_the_last_channel_are_refused(value, width):
+    refused(copy(value, width=width), "bounded by the channels of its tensor")
 
 
 WHOLE_ROWS, ZEROS, END = "a copy of whole rows one after the other", "filled with zeros past its bound", "bounded by the end of its tensor"

@@ -35,6 +35,20 @@ def test_numbers(compiled, workload, case):
     assert verdict(compiled(workload), workload, *RAGGED[case]) is None
 
 
+@pytest.mark.parametrize("case", ["ragged", "grouped", "no_keys"])
+def test_channels_may_be_padded_inside(case):
+    workload = Workload(40, 24, "float16", "causal")
+    func = flash_attention_forward(workload, 32, KV_TILE, row_lanes=4, channel_steps=(16, 32))
+    assert verdict(tvm.compile(func, "llvm"), workload, *RAGGED[case]) is None
+
+
+@pytest.mark.parametrize("dims, steps", [((64, 96), (16, 32)), ((40, 72), (8, 8))], ids=str)
+def test_padding_leaves_what_needs_none_as_it_is(dims, steps):
+    workload = Workload(*dims, "float16", "causal")
+    plain, padded = (flash_attention_forward(workload, 32, KV_TILE, channel_steps=pair) for pair in ((1, 1), steps))
+    assert str(plain) == str(padded)
+
+
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
 def test_twin_serves_scales_below_zero(compiled, workload):
     assert verdict(compiled(workload, negative_scale=True), workload, Shape(1, 2, 1, 50, 70), -1.5) is None

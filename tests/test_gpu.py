@@ -21,14 +21,19 @@ from tests.numbers import RAGGED
 
 pytestmark = pytest.mark.gpu
 WORKLOADS = [Workload(d, d, dtype, mask) for d in (64, 128) for dtype in ("float16", "bfloat16", "float32") for mask in ("full", "causal")]
-#: Head dimensions that wgmma alone has on tensor cores.
+#: Head dimensions that wgmma has measured plans for, beside those above.
 WIDE = [Workload(d, dv, dtype, mask) for d, dv in ((96, 96), (192, 128), (256, 256)) for dtype in ("float16", "bfloat16")
         for mask in ("full", "causal")]
+#: Head dimensions whose tiles have zeros at the ends of their rows, or that no plan was measured for.
+PADDED = [Workload(32, 32, "float16", "causal"), Workload(40, 72, "bfloat16", "full"), Workload(80, 80, "float16", "causal"),
+          Workload(112, 112, "bfloat16", "causal"), Workload(160, 160, "float16", "full"), Workload(72, 184, "float16", "causal"),
+          Workload(248, 248, "bfloat16", "causal"), Workload(256, 64, "float16", "full"), Workload(48, 136, "float16", "window")]
 MASKED = [(family, Workload(d, d, dtype, mask)) for mask in MASKS if mask not in ("full", "causal") for family, d, dtype in (
     (simt, 64, "float32"), (mma, 64, "float16"), (mma, 128, "bfloat16"), (wgmma, 64, "float16"), (wgmma, 96, "bfloat16"),
     (wgmma, 128, "float16"), (wgmma, 256, "float16"))]
 CASES = [(family, workload) for family in FAMILIES if family.NAME != "cpu" for workload in WORKLOADS]
-CASES += [(wgmma, workload) for workload in WIDE] + MASKED
+CASES += [(wgmma, workload) for workload in WIDE] + MASKED + [(family, workload) for workload in PADDED for family in (mma, wgmma)]
+CASES += [(mma, workload) for workload in WIDE if (workload.dtype, workload.mask) == ("float16", "causal")]
 HALVES = [workload for workload in WORKLOADS + WIDE if workload.dtype == "float16"]
 LONG, CAUSAL = Workload(128, 128, "float16", "full"), Workload(128, 128, "float16", "causal")
 SHAPES = {**RAGGED, "long": (Shape(1, 2, 1, 1000, 1500), 1.0), "odd_group": (Shape(2, 5, 1, 130, 61), 1.0),
@@ -165,12 +170,13 @@ def hopper(arch):
 
 @pytest.mark.usefixtures("hopper")
 class TestWgmma:
-    @pytest.mark.parametrize("workload", HALVES + [workload for family, workload in MASKED if family is wgmma], ids=name_of)
+    @pytest.mark.parametrize("workload", HALVES + PADDED + [workload for family, workload in MASKED if family is wgmma],
+                             ids=name_of)
     def test_several_waves(self, forward, workload):
         check(forward(wgmma, workload), workload, WAVES)
 
     @pytest.mark.parametrize("case", ["ragged", "one_query", "no_keys", "long", "odd_group", "negative_scale"])
-    @pytest.mark.parametrize("workload", HALVES, ids=name_of)
+    @pytest.mark.parametrize("workload", HALVES + PADDED[1:3], ids=name_of)
     def test_further_plans(self, forward, arch, workload, case):
         for plan, _ in wgmma.further_plans(workload, arch, wgmma.default_plan(workload, arch))[1:]:
             check(forward(wgmma, workload, plan), workload, *SHAPES[case])

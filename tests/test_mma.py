@@ -1,5 +1,6 @@
 """The mma family without a GPU: numbers up to the first bind, then the instructions and resources of what is compiled."""
 import re
+from dataclasses import replace
 
 import pytest
 import tvm
@@ -7,7 +8,7 @@ import tvm
 from schedules.arch import CUDA_ARCHS, cpu_arch, cuda_arch
 from schedules.build import build, schedule
 from schedules.families import mma
-from schedules.intrinsics.mma import fragment_layout, statistics_layout
+from schedules.intrinsics.mma import ROW_GAP, fragment_layout, statistics_layout, swizzled
 from schedules.lowering import software_pipeline
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.plan import PlanError
@@ -18,9 +19,12 @@ pytestmark = pytest.mark.slow
 
 UNBOUND = [stage.__name__ for stage in mma.STAGES[:[stage.__name__ for stage in mma.STAGES].index(mma.BINDS_AT)]]
 WORKLOADS = [Workload(d, d, dtype, mask) for d in (64, 128) for dtype in ("float16", "bfloat16") for mask in ("full", "causal")]
+#: Channels that are no whole number of steps, and those that take rows with a gap, tiles of eight warps and the smallest tiles.
+PADDED = [(Workload(40, 72, "bfloat16", "full"), "sm_80"), (Workload(80, 80, "float16", "causal"), "sm_86"),
+          (Workload(192, 128, "float16", "full"), "sm_80"), (Workload(248, 248, "float16", "causal"), "sm_86")]
 #: Every workload for the oldest chip, every float16 one for the chip whose logs are shipped, one for each chip with less shared memory.
 COMPILED = [(w, "sm_80") for w in WORKLOADS] + [(w, "sm_90a") for w in WORKLOADS if w.dtype == "float16"] + [
-    (Workload(128, 128, "float16", "causal"), arch) for arch in ("sm_86", "sm_89", "sm_120")]
+    (Workload(128, 128, "float16", "causal"), arch) for arch in ("sm_86", "sm_89", "sm_120")] + PADDED
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +45,12 @@ def after_stage():
 @pytest.mark.parametrize("workload", [Workload(64, 64, "float16", "causal"), Workload(64, 64, "float16", "full")], ids=lambda w: w.name)
 def test_numbers_after_each_stage_before_the_first_bind(after_stage, workload, stages, case):
     assert verdict(after_stage(workload, stages), workload, *RAGGED[case]) is None
+
+
+@pytest.mark.parametrize("case", ["ragged", "grouped", "no_keys"])
+def test_padded_channels_before_the_first_bind(after_stage, case):
+    workload = Workload(40, 72, "float16", "causal")
+    assert verdict(after_stage(workload, len(UNBOUND)), workload, *RAGGED[case]) is None
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +91,8 @@ def test_key_loop_is_split_where_the_mask_ends(compile_plan):
     (Workload(64, 64, "float16"), cuda_arch("sm_75"), "sm_75 has no mma.sync m16n8k16"),
     (Workload(64, 64, "float16"), cpu_arch("x", 256, 2), "x is no CUDA GPU"),
     (Workload(64, 64, "float32"), cuda_arch("sm_80"), "tensor cores take 16-bit inputs, not float32"),
-    (Workload(96, 96, "float16"), cuda_arch("sm_80"), "head dimensions must be among .*, not 96 and 96"),
+    (Workload(64, 8, "float16"), cuda_arch("sm_80"), "the value dimension must be at least 16, a fragment's columns, not 8"),
+    (Workload(256, 256, "float16"), replace(cuda_arch("sm_80"), smem_bytes=64 * 1024), "no tile fits sm_80 at head dimensions 256 and 256"),
 ])
 def test_declines_with_a_reason(workload, arch, reason):
     assert re.match(reason, mma.decline(workload, arch))
@@ -108,6 +119,15 @@ def test_seed_is_the_first_choice_and_all_choices_fit(workload, arch):
     assert choices[0] == mma.default_plan(workload, arch) and len(set(choices)) == len(choices) >= 3
     for plan in choices:
         mma.budget(workload, arch, plan)
+
+
+@pytest.mark.parametrize("columns", range(32, 257, 32))
+def test_eight_rows_of_a_shared_tile_start_in_different_banks(columns):
+    """ldmatrix reads 16 bytes of each at once; a line of all banks has 128."""
+    gap = 0 if swizzled(columns) else ROW_GAP
+    for chunk in range(columns // 8):
+        places = {(row * (columns + gap) // 8 + (chunk ^ row if swizzled(columns) else chunk)) % 8 for row in range(8)}
+        assert len(places) == 8
 
 
 def test_layouts_are_those_of_the_ptx_manual():

@@ -26,9 +26,11 @@ pytestmark = pytest.mark.slow
 
 ARCH = cuda_arch("sm_90a")
 UNBOUND = [stage.__name__ for stage in wgmma.STAGES[:[stage.__name__ for stage in wgmma.STAGES].index(wgmma.BINDS_AT)]]
-WORKLOADS = [Workload(d, dv, "float16", mask) for d, dv in wgmma.HEAD_DIMS for mask in ("full", "causal")]
+WORKLOADS = [Workload(d, dv, "float16", mask) for d, dv in wgmma_plan.MEASURED for mask in ("full", "causal")]
 COMPILED = WORKLOADS + [Workload(d, d, "bfloat16", mask) for d in (64, 128) for mask in ("full", "causal")]
 CAUSAL = Workload(64, 64, "float16", "causal")
+#: Rows that end in lines of 64 and of 128 bytes, and the largest.
+PADDED = [Workload(80, 80, "float16", "causal"), Workload(40, 104, "bfloat16", "full"), Workload(248, 248, "float16", "full")]
 #: Two consumer warpgroups with shared memory to spare, whatever the seeds are.
 PLAN = wgmma.WgmmaPlan(q_tile=128, kv_tile=64, blocks=132, order_of_work=1)
 ALL_OFF = PLAN.but(late_wait=0, lazy_rescale=0, ping_pong=0)
@@ -56,6 +58,12 @@ def after_stage():
 @pytest.mark.parametrize("workload", [CAUSAL, Workload(96, 96, "float16", "full")], ids=lambda w: w.name)
 def test_numbers_after_each_stage_before_the_first_bind(after_stage, workload, stages, case):
     assert verdict(after_stage(workload, stages), workload, *RAGGED[case]) is None
+
+
+@pytest.mark.parametrize("case", ["ragged", "grouped", "no_keys"])
+def test_padded_channels_before_the_first_bind(after_stage, case):
+    workload = Workload(40, 72, "float16", "causal")
+    assert verdict(after_stage(workload, len(UNBOUND)), workload, *RAGGED[case]) is None
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +159,22 @@ class TestSeedPlan:
             assert count(steady[:wait], "MUFU.EX2") == count(steady, "MUFU.EX2") > plan.kv_tile // 2, "beside the output's product"
 
 
+@pytest.mark.parametrize("workload", PADDED, ids=lambda w: w.name)
+def test_padded_channels(compile_plan, disassemble, workload):
+    """Each line of a tile is loaded by itself, so that the accelerator fills what is past the channels; products round up to 16."""
+    plan = seed_of(workload)
+    source, kernel = compile_plan(workload, plan)
+    assert kernel.warnings == () and kernel.most("spill_store_bytes") == kernel.most("stack_bytes") == 0
+    code = disassemble(kernel)
+    d, dv = (-(-size // 16) * 16 for size in (workload.head_dim, workload.value_dim))
+    assert f"m64n{plan.kv_tile}k16" in source and f"m64n{dv}k16" in source
+    text = [text for _, text in code]
+    assert count(text, "UTMALDG.4D") and not count(text, "UTMALDG.5D") and count(text, "STG.E")
+    for loop in key_loops(code):
+        assert (count(loop, "LDL"), count(loop, "STL")) == (0, 0)
+        assert count(loop, "HGMMA") == (d + plan.kv_tile) // intrinsics.STEP
+
+
 class TestKnobs:
     """What each knob does to the kernel."""
 
@@ -192,17 +216,19 @@ class TestKnobs:
             told = kernel_text(source)
             assert told.count("flashtir_get(") == told.count("flashtir_put(") // 2, "once for a tile, once for none"
 
-    @pytest.mark.parametrize("changes", [{}, dict(q_tile=192, kv_tile=80, stages=3, query_stages=2, loader_registers=32)], ids=str)
-    def test_budget_tells_the_shared_memory_that_lowering_takes(self, changes):
+    @pytest.mark.parametrize("workload, changes", [
+        (CAUSAL, {}), (CAUSAL, dict(q_tile=192, kv_tile=80, stages=3, query_stages=2, loader_registers=32)), (Workload(72, 40), {})],
+        ids=str)
+    def test_budget_tells_the_shared_memory_that_lowering_takes(self, workload, changes):
         plan = PLAN.but(**changes)
-        func = schedule(wgmma, CAUSAL, plan).mod["main"].with_attr("target", ARCH.target())
+        func = schedule(wgmma, workload, plan).mod["main"].with_attr("target", ARCH.target())
         with ARCH.target():
             lowered = get_tir_pipeline(wgmma.PIPELINE)[0](tvm.IRModule({"main": func}))
         elements = []
         for func in lowered.functions.values():
             tvm_ffi.structural_walk(func.body, (tvm.tirx.AllocBuffer, lambda alloc: elements.append(int(alloc.buffer.shape[0]))
                                                 if alloc.buffer.scope() == "shared.dyn" else None))
-        told = next(used for name, used, *_ in wgmma.budget(CAUSAL, ARCH, plan).rows if name == "shared memory")
+        told = next(used for name, used, *_ in wgmma.budget(workload, ARCH, plan).rows if name == "shared memory")
         assert [2 * count for count in elements] == [told]
 
 
@@ -235,8 +261,8 @@ def test_output_is_stored_16_bytes_at_a_time_at_64_bit_indices(compile_plan, tex
     (CAUSAL, cuda_arch("sm_120"), r"sm_120 has no wgmma \(sm_90a has\)"),
     (CAUSAL, cpu_arch("x", 256, 2), "x is no CUDA GPU"),
     (Workload(64, 64, "float32"), ARCH, "tensor cores take 16-bit inputs, not float32"),
-    (Workload(80, 80, "float16"), ARCH, "head dimensions must be among .*, not 80 and 80"),
-    (Workload(128, 64, "float16"), ARCH, "head dimensions must be among .*, not 128 and 64"),
+    (Workload(24, 64, "float16"), ARCH, "head dimensions must be at least 32, not 24 and 64"),
+    (Workload(128, 16, "float16"), ARCH, "head dimensions must be at least 32, not 128 and 16"),
 ])
 def test_declines_with_a_reason(workload, arch, reason):
     assert re.fullmatch(reason, wgmma.decline(workload, arch))
@@ -327,6 +353,11 @@ def test_layouts_are_those_of_the_ptx_manual():
             assert intrinsics.accumulator_place(row, column) == (lane, i)
             assert intrinsics.accumulator_layout(48 + row, column) == (3, lane, i)
     assert [intrinsics.chunk_of(channels) for channels in (64, 96, 128, 192, 256)] == [64, 32, 64, 64, 64]
+    for channels in range(32, 257, 8):
+        product = -(-channels // 16) * 16
+        chunk, chunks = intrinsics.chunk_of(product), intrinsics.chunks_of(product)
+        assert (chunk, chunks) == (intrinsics.chunk_of(channels), intrinsics.chunks_of(channels))
+        assert chunk <= product and chunk * chunks == -(-channels // 32) * 32, "tiles are whole lines, none of them empty"
     assert intrinsics.box_layout(64)(5, 130) == (2, 5, 2) and intrinsics.box_layout(32)(5, 95) == (2, 5, 31)
 
 

@@ -7,7 +7,8 @@ memory, stored with a swizzle that ldmatrix reads without bank conflicts, and ar
 
 The budget. Registers decide: per thread O takes q_tile * DV / threads, S takes q_tile * kv_tile / threads, of 255. At D = DV = 128
 and 128 threads a tile of 128 x 64 takes 128 + 64, and some fifty more for fragments, statistics and addresses. Shared memory holds
-Q once, and K and V twice.
+Q once, and K and V twice. Head dimensions may be any multiple of 8: products run over channels rounded up to 16, shared tiles have rows
+of a multiple of 32, with zeros at their ends.
 
 The finished nest, one line a group of blocks::
 
@@ -20,104 +21,29 @@ The finished nest, one line a group of blocks::
         O_acc_new  @warp: rescale where a row has a new maximum; for j, c: ldmatrix, mma
       O LSE                                       @warp @lane
 """
-from dataclasses import dataclass
-
+from schedules.families.mma_plan import (  # noqa: F401, the family's other half
+    COPY_BYTES, NAME, MmaPlan, budget, decline, default_plan, knobs, tile_choices)
 from schedules.intrinsics import mma as intrinsics
+from schedules.intrinsics.mma import CHANNEL_STEPS
 from schedules.lowering import mma_pipeline, rewrite, software_pipeline
-from schedules.plan import Budget, Plan, fitting, require
 from schedules.stages import copy_cooperatively, loops_of, own_fragment, own_statistics, read_index, unroll_all
 from te_defs.flash_attention import flash_attention_forward
+from te_defs.integers import round_up
 
-NAME = "mma"
 PIPELINE = "flashtir_mma"
 CONFIG = mma_pipeline.CONFIG
 #: The first stage that binds threads: what stands before it runs on llvm.
 BINDS_AT = "bind_grid"
+PLAN = MmaPlan
 
 #: Views have a kernel of their own: addresses by strides change the key loop's registers and spills.
 STRIDED = (False, True)
 
-HEAD_DIMS = (64, 128)
 LOADS = ("Q_load", "K_load", "V_load")
 STATISTICS = ("row_max_init", "row_sum_init", "tile_max", "pair_max", "row_max_new", "rescale", "row_max_scaled", "tile_sum",
               "row_sum_new", "row_sum_total", "row_sum_inverse")
 #: Copies of shared tiles in fragments, as cache_read names them.
 FRAGMENTS = ("Q_tile_shared.dyn_warp", "K_tile_shared.dyn_warp", "V_tile_shared.dyn_warp")
-COPY_BYTES = 16
-#: Registers beside S and O: fragments of Q, K and V in flight, statistics, addresses (read off compiled kernels).
-OTHER_REGISTERS = 56
-
-
-@dataclass(frozen=True)
-class MmaPlan(Plan):
-    """Knobs of the mma family.
-
-    warps           warps of a thread block; each takes q_tile / warps query rows
-    heads_first     grid order; 1: all heads of one query tile, then the next tile; 0: all tiles of one head first
-    order           execution order of the key loop's statements, an index into software_pipeline.ORDERS
-    lazy_rescale    1: skip the rescale of O when no row of the warp has a new maximum
-    register_level  ptxas' --register-usage-level, 0 (fewest) to 10
-    """
-
-    warps: int
-    heads_first: int = 0
-    order: int = 2
-    lazy_rescale: int = 1
-    register_level: int = 10
-
-
-PLAN = MmaPlan
-
-
-def decline(workload, arch):
-    """Why this family does not take the workload, or None."""
-    if arch.kind != "cuda":
-        return f"{arch.name} is no CUDA GPU"
-    if not arch.mma:
-        return f"{arch.name} has no mma.sync m16n8k16 (sm_80 and later have)"
-    if workload.dtype not in intrinsics.PTX_DTYPE:
-        return f"tensor cores take 16-bit inputs, not {workload.dtype}"
-    if not {workload.head_dim, workload.value_dim} <= set(HEAD_DIMS):
-        return f"head dimensions must be among {HEAD_DIMS}, not {workload.head_dim} and {workload.value_dim}"
-    return None
-
-
-def default_plan(workload, arch):
-    """The seed: the architecture row's tile, heads side by side under a causal mask so that long tiles start first."""
-    q_tile, kv_tile, warps = arch.mma_tile[max(workload.head_dim, workload.value_dim)]
-    return MmaPlan(q_tile, kv_tile, warps, heads_first=int(workload.mask != "full"))
-
-
-def tile_choices(workload, arch):
-    """Plans of all tile shapes that fit, the seed's first; each is a search task of its own."""
-    seed = default_plan(workload, arch)
-    plans = [seed] + [seed.but(q_tile=q_tile, kv_tile=kv_tile) for q_tile in (128, 64) for kv_tile in range(32, 129, 16)
-                      if (q_tile, kv_tile) != (seed.q_tile, seed.kv_tile)]
-    return fitting(plans, budget, workload, arch)
-
-
-def knobs(workload, arch, plan):
-    """Candidates of the sampled fields for a plan's tile shape; heads_first reorders loops, so the seed decides it."""
-    return {"warps": tuple(w for w in (4, 8) if plan.q_tile % (16 * w) == 0),
-            "order": tuple(range(len(software_pipeline.ORDERS))), "lazy_rescale": (0, 1), "register_level": (5, 10)}
-
-
-def budget(workload, arch, plan):
-    """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
-    d, dv, threads = workload.head_dim, workload.value_dim, 32 * plan.warps
-    require(plan.q_tile % (16 * plan.warps) == 0, "q_tile must be a multiple of 16 rows for each warp",
-            f"q_tile {plan.q_tile} and {plan.warps} warps", "change either")
-    require(plan.kv_tile % 16 == 0, "kv_tile must be a multiple of 16", plan.kv_tile, "round it")
-    chunk = threads * COPY_BYTES // 2
-    for name, elements in (("Q", plan.q_tile * d), ("K", plan.kv_tile * d), ("V", plan.kv_tile * dv)):
-        require(elements % chunk == 0, f"a tile of {name} must be whole turns of {chunk} elements that all threads copy together",
-                elements, "change the tile or the warps")
-    accumulators = plan.q_tile * (dv + plan.kv_tile) // threads
-    return Budget((
-        ("threads", threads, arch.threads_per_block, "of a block"),
-        ("shared memory", 2 * (plan.q_tile * d + 2 * plan.kv_tile * (d + dv)), arch.smem_bytes, "bytes"),
-        ("registers, about", accumulators + OTHER_REGISTERS, arch.registers_per_thread, "per thread"),
-    )).check(plan, arch)
 
 
 def compiler_options(plan):
@@ -127,9 +53,10 @@ def compiler_options(plan):
 
 def declare(workload, plan, negative_scale=False, strided=False):
     """The plain function at the plan's tile, with statistics per lane of a quad; makes the intrinsics known that it will need."""
-    d, dv = workload.head_dim, workload.value_dim
+    d, dv = (round_up(size, CHANNEL_STEPS[1]) for size in (workload.head_dim, workload.value_dim))
     intrinsics.register(workload.dtype, {"A": (plan.q_tile, d), "K": (plan.kv_tile, d), "V": (plan.kv_tile, dv)})
-    return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, row_lanes=4, negative_scale=negative_scale, strided=strided)
+    return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, row_lanes=4, negative_scale=negative_scale, strided=strided,
+                                   channel_steps=CHANNEL_STEPS)
 
 
 def place_buffers(sch, plan):
@@ -267,7 +194,8 @@ def bind_grid(sch, plan):
 def copy_tiles(sch, plan):
     """All threads copy the tiles to shared memory together, 16 bytes each, into the swizzled layout that ldmatrix reads.
 
-    Shared memory: q_tile * D for Q and kv_tile * (D + DV) for K and V, these twice once the loop is pipelined; 2 bytes an element.
+    Shared memory: q_tile * D for Q and kv_tile * (D + DV) for K and V, these twice once the loop is pipelined; 2 bytes an element. Rows
+    that no swizzle fits have a gap behind them.
 
     Loop nest::
 
@@ -288,8 +216,12 @@ def copy_tiles(sch, plan):
                       K_load  [112, 64] shared.dyn
     """
     for block in LOADS:
+        columns = int(sch.get(sch.get_sblock(block)).writes[0].source.shape[1])
         turn = copy_cooperatively(sch, block, plan.warps, COPY_BYTES // 2)
-        sch.annotate(sch.get_sblock(block), "permuted_layout", 1)
+        if intrinsics.swizzled(columns):
+            sch.annotate(sch.get_sblock(block), "permuted_layout", 1)
+        else:
+            sch.storage_align(block, 0, axis=0, factor=columns, offset=intrinsics.ROW_GAP)
         if block == "Q_load":  # the pipeline makes K_load and V_load asynchronous
             sch.annotate(turn, rewrite.ASYNC_COPY, 1)
 

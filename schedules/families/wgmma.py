@@ -7,7 +7,8 @@ take turns at issuing (ping-pong). The grid is persistent: a block goes on to it
 
 The budget. Registers decide again: per thread a consumer holds O (DV / 2), S (kv_tile / 2) and P (kv_tile / 4), of the 240 registers
 that setmaxnreg gives to each of two consumer warpgroups, and 160 to each of three. Shared memory holds Q once or twice, and K and V
-once for each stage of their rings.
+once for each stage of their rings. Products run over channels rounded up to 16; shared tiles have rows of whole swizzled lines, at whose
+ends the accelerator puts zeros.
 
 The finished nest, one line a group of blocks; pictures below are those of d 64, float16, causal::
 
@@ -23,12 +24,13 @@ The finished nest, one line a group of blocks; pictures below are those of d 64,
       O LSE                                       @warp @lane
 """
 from schedules.families.wgmma_plan import (  # noqa: F401, the family's other half
-    HEAD_DIMS, NAME, SLACK, WgmmaPlan, budget, decline, default_plan, further_plans, knobs, tile_choices)
+    NAME, SLACK, WgmmaPlan, budget, decline, default_plan, further_plans, knobs, tile_choices)
 from schedules.intrinsics import wgmma as intrinsics
-from schedules.intrinsics.mma import statistics_layout
-from schedules.lowering import bulk_loads, polynomial_exp2, rewrite, software_pipeline, warp_roles, wgmma_pipeline
+from schedules.intrinsics.mma import CHANNEL_STEPS, statistics_layout
+from schedules.lowering import bulk_loads, polynomial_exp2, rewrite, software_pipeline, warp_roles, wgmma_pipeline, wide_stores
 from schedules.stages import loops_of, own_fragment, own_statistics, own_wide_rows, unroll_all
 from te_defs.flash_attention import flash_attention_forward
+from te_defs.integers import round_up
 
 PIPELINE = "flashtir_wgmma"
 CONFIG = wgmma_pipeline.CONFIG
@@ -50,6 +52,10 @@ STATISTICS = ("row_max_init", "row_sum_init", "tile_max", "pair_max", "row_max_n
 READY = "S_warp"
 
 
+#: Columns of O that the lanes of a quad exchange, to store 16 bytes each; other rows are stored by pairs.
+WIDE_COLUMNS = wide_stores.QUAD * wide_stores.BLOCK
+
+
 def statistics_of(plan):
     """Blocks of the declaration that compute row statistics."""
     return STATISTICS + (("row_max_seen",) if plan.lazy_rescale else ())
@@ -62,9 +68,10 @@ def compiler_options(plan):
 
 def declare(workload, plan, negative_scale=False, strided=False):
     """The plain function at the plan's tile, with statistics per lane of a quad; makes the intrinsics known that it will need."""
-    intrinsics.register(workload.dtype, plan.q_tile, plan.kv_tile, workload.head_dim, workload.value_dim)
+    d, dv = (round_up(size, CHANNEL_STEPS[0]) for size in (workload.head_dim, workload.value_dim))
+    intrinsics.register(workload.dtype, plan.q_tile, plan.kv_tile, d, dv)
     return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, row_lanes=4, negative_scale=negative_scale,
-                                   max_slack=SLACK * plan.lazy_rescale, strided=strided)
+                                   max_slack=SLACK * plan.lazy_rescale, strided=strided, channel_steps=CHANNEL_STEPS)
 
 
 def place_buffers(sch, plan):
@@ -120,6 +127,12 @@ def lay_out_accumulators(sch, plan):
         sch.transform_layout(block, ("write", 0), statistics_layout)
 
 
+def product_channels(sch):
+    """(D, DV) as the products have them, before these are tiled."""
+    (*_, c), (_, v, _) = loops_of(sch, "S"), loops_of(sch, "O_acc_new")
+    return int(sch.get(c).extent), int(sch.get(v).extent)
+
+
 def lay_out_boxes(sch, plan):
     """Lay the shared tiles out as the boxes that a bulk load writes, [chunk, row, channel of the chunk], and make each copy one block.
 
@@ -130,8 +143,8 @@ def lay_out_boxes(sch, plan):
             c in 64
               K_load  [1, 128, 64] shared.dyn
     """
-    for block in LOADS:
-        channels = int(sch.get(sch.get_sblock(block)).writes[0].source.shape[1])
+    d, dv = product_channels(sch)
+    for block, channels in zip(LOADS, (d, d, dv)):
         sch.transform_layout(block, ("write", 0), intrinsics.box_layout(intrinsics.chunk_of(channels)))
         sch.annotate(sch.blockize(loops_of(sch, block)[-2]), bulk_loads.BULK_LOAD, block[0])
 
@@ -212,7 +225,10 @@ def bind_accumulators(sch, plan):
     """
     for block in ("O_acc_init", "S_masked", "P", "P_cast"):
         own_fragment(sch, block, plan.warps)
-    own_wide_rows(sch, "O", plan.warps)
+    if int(sch.get(loops_of(sch, "O")[-1]).extent) % WIDE_COLUMNS == 0:
+        own_wide_rows(sch, "O", plan.warps)
+    else:
+        own_fragment(sch, "O", plan.warps, vectorize=2)
     for block in (*statistics_of(plan), "row_max", "row_sum", "LSE"):
         own_statistics(sch, block, plan.warps)
 
@@ -260,7 +276,8 @@ def use_tensor_cores(sch, plan):
             ax0_0 in 12  @threadIdx.y
               S_warp_o  [12, 32, 64] warp
     """
-    names = intrinsics.names(*sizes_of(sch, plan))
+    q = sch.get(sch.get_sblock("Q_load")).writes[0].source
+    names = intrinsics.names(q.dtype, plan.q_tile, plan.kv_tile, *product_channels(sch))
     for block in (READY, "O_acc"):
         i, _j = loops_of(sch, block, 2)
         warp, row = sch.split(i, factors=[plan.warps, None])
@@ -268,12 +285,6 @@ def use_tensor_cores(sch, plan):
         sch.tensorize(row, names["scores" if block == READY else "output"])
     for block, product in (("S", "qk"), ("O_acc_new", "pv")):
         sch.tensorize(loops_of(sch, block)[-3], names[product])
-
-
-def sizes_of(sch, plan):
-    """(dtype, q_tile, kv_tile, D, DV) of the function that is scheduled."""
-    q, v = (sch.get(sch.get_sblock(block)).writes[0].source for block in ("Q_load", "V_load"))
-    return q.dtype, plan.q_tile, plan.kv_tile, int(q.shape[0] * q.shape[2]), int(v.shape[0] * v.shape[2])
 
 
 def overlap(sch, plan):

@@ -2,12 +2,20 @@
 from dataclasses import dataclass
 
 from schedules.intrinsics import wgmma as intrinsics
+from schedules.intrinsics.mma import CHANNEL_STEPS
 from schedules.lowering import order_of_work, warp_roles
 from schedules.plan import Budget, Calls, Plan, fitting, require
+from te_defs.integers import round_up
 
 NAME = "wgmma"
 
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+LEAST_DIM = 32  # half of a swizzled line
+#: Pairs of head dimensions that the architecture rows' plans were measured at, in the order in which others are compared with them.
+MEASURED = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+#: Keys of a tile, and registers of a consumer by `budget`, that a seed has at most at head dimensions that nobody has measured.
+MOST_KEYS, MOST_REGISTERS = 128, 200
+#: Registers of a loader that asks for each line of a tile by itself, at least (read off compiled kernels).
+LINE_LOADER_REGISTERS = 32
 LOADER_REGISTERS = {1: 56, 2: 24, 3: 32}  # by consumer warpgroups, as FlashAttention-3 has them
 #: Registers beside S, P and O: statistics, addresses, barriers (read off compiled kernels).
 OTHER_REGISTERS = 32
@@ -63,21 +71,45 @@ def decline(workload, arch):
         return f"{arch.name} has no wgmma (sm_90a has)"
     if workload.dtype not in intrinsics.PTX_DTYPE:
         return f"tensor cores take 16-bit inputs, not {workload.dtype}"
-    if (workload.head_dim, workload.value_dim) not in HEAD_DIMS:
-        return f"head dimensions must be among {HEAD_DIMS}, not {workload.head_dim} and {workload.value_dim}"
+    if min(workload.head_dim, workload.value_dim) < LEAST_DIM:
+        return f"head dimensions must be at least {LEAST_DIM}, not {workload.head_dim} and {workload.value_dim}"
     return None
 
 
 def _row_key(workload, arch):
-    """Under which an architecture row has the plans of a workload: a mask that it does not name has those of causal."""
-    key = workload.head_dim, workload.mask
-    return key if key in arch.wgmma_seed else (workload.head_dim, "causal")
+    """Under which an architecture row has the plans of a workload: those of the next larger pair of head dimensions that was measured; a
+    mask that it does not name has those of causal."""
+    channels = next(d for d, dv in MEASURED if workload.head_dim <= d and workload.value_dim <= dv)
+    return (channels, workload.mask) if (channels, workload.mask) in arch.wgmma_seed else (channels, "causal")
 
 
 def default_plan(workload, arch):
-    """The seed: the architecture row's tile for the head dimension and mask."""
+    """The seed: the architecture row's plan for the head dimension and mask; at head dimensions that nobody has measured, with two
+    warpgroups, as many keys as leave some registers, but no fewer where rows are whole lines."""
     order = order_of_work.TO_AND_FRO if workload.mask == "full" else order_of_work.FAIR
-    return WgmmaPlan(**arch.wgmma_seed[_row_key(workload, arch)], blocks=arch.peak.sms, order_of_work=order)
+    plan = WgmmaPlan(**arch.wgmma_seed[_row_key(workload, arch)], blocks=arch.peak.sms, order_of_work=order)
+    if (workload.head_dim, workload.value_dim) in MEASURED:
+        return plan
+    least = plan.kv_tile if plan.groups > 2 or _whole_lines(workload) else 16
+    plan = _with_loader(workload, plan)
+    tiles = [plan.but(kv_tile=kv_tile) for kv_tile in range(MOST_KEYS, least - 16, -16)] if plan.groups == 2 else [plan]
+    fit = fitting(tiles, budget, workload, arch)
+    return next(tile for tile in fit if _registers(workload, tile) <= MOST_REGISTERS or tile.kv_tile == least)
+
+
+def _whole_lines(workload):
+    """Whether rows of all tensors fill the swizzled lines of their tiles: a tile is then one box for the tensor memory accelerator."""
+    return all(size % intrinsics.chunk_of(size) == 0 for size in (workload.head_dim, workload.value_dim))
+
+
+def _with_loader(workload, plan):
+    """The plan with the registers that its loader needs: more where rows are no whole lines."""
+    return plan if _whole_lines(workload) else plan.but(loader_registers=max(plan.loader_registers, LINE_LOADER_REGISTERS))
+
+
+def _registers(workload, plan):
+    """Registers per thread of a consumer, about: O, S and P, and the others."""
+    return round_up(workload.value_dim, CHANNEL_STEPS[0]) // 2 + plan.kv_tile * 3 // 4 + OTHER_REGISTERS
 
 
 def further_plans(workload, arch, plan, tuned_at=TUNED_AT):
@@ -89,8 +121,8 @@ def further_plans(workload, arch, plan, tuned_at=TUNED_AT):
     lengths = arch.wgmma_lengths.get(_row_key(workload, arch), ((SHORT + 1, {}), (0, {})))
     seed, home = default_plan(workload, arch), next(queries for queries, _ in lengths if queries <= tuned_at)
     one = dict(q_tile=intrinsics.GROUP_ROWS, blocks=0, shared_decode=0, query_stages=1, ping_pong=0, loader_registers=LOADER_REGISTERS[1])
-    plans = [(plan if queries == home else seed.but(**changes), Calls(queries, arch.peak.sms + 1, intrinsics.GROUP_ROWS))
-             for queries, changes in lengths]
+    plans = [(plan if queries == home else _with_loader(workload, seed.but(**changes)),
+              Calls(queries, arch.peak.sms + 1, intrinsics.GROUP_ROWS)) for queries, changes in lengths]
     plans.append((plan.but(**one) if plan.groups > 1 else plan, Calls()))
     # Whatever is for one entry is for the next one, too.
     return [entry for entry, following in zip(plans, [*plans[1:], (None, None)]) if entry[0] != following[0]]
@@ -102,7 +134,8 @@ def tile_choices(workload, arch):
     sizes = [(q_tile, kv_tile) for q_tile in (128, 192) for kv_tile in range(64, 225, 16)] + [(64, 128), (64, 176)]
     tiles = [seed.but(q_tile=q_tile, kv_tile=kv_tile, query_stages=1, loader_registers=LOADER_REGISTERS[q_tile // intrinsics.GROUP_ROWS])
              for q_tile, kv_tile in sizes if (q_tile, kv_tile) != (seed.q_tile, seed.kv_tile)]
-    return fitting([seed, seed.but(blocks=0, shared_decode=0), seed.but(lazy_rescale=0), *tiles], budget, workload, arch)
+    plans = (_with_loader(workload, plan) for plan in (seed, seed.but(blocks=0, shared_decode=0), seed.but(lazy_rescale=0), *tiles))
+    return fitting(plans, budget, workload, arch)
 
 
 def knobs(workload, arch, plan):
@@ -114,7 +147,7 @@ def knobs(workload, arch, plan):
 
 def budget(workload, arch, plan):
     """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
-    d, dv = workload.head_dim, workload.value_dim
+    d, dv = (round_up(size, CHANNEL_STEPS[1]) for size in (workload.head_dim, workload.value_dim))
     require(plan.q_tile in (64, 128, 192), "q_tile must be 64 rows for each of one to three consumer warpgroups", plan.q_tile,
             "choose 64, 128 or 192")
     require(plan.kv_tile % 16 == 0 and 16 <= plan.kv_tile <= 256, "kv_tile must be a multiple of 16 up to 256", plan.kv_tile, "round it")
@@ -128,6 +161,6 @@ def budget(workload, arch, plan):
     return Budget((
         ("threads", warp_roles.GROUP * (plan.groups + 1), arch.threads_per_block, "of a block"),
         ("shared memory", tiles + warp_roles.bookkeeping_bytes(plan.stages, plan.query_stages), arch.smem_bytes, "bytes"),
-        ("registers, about", dv // 2 + plan.kv_tile * 3 // 4 + OTHER_REGISTERS,
+        ("registers, about", _registers(workload, plan),
          warp_roles.consumer_registers(plan.groups, plan.loader_registers), "per consumer"),
     )).check(plan, arch)

@@ -13,6 +13,11 @@ LANES = 32
 PTX_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}
 #: A row of a swizzled tile spans whole 128-byte lines: 64 elements of 16 bits.
 SWIZZLE_ELEMENTS = 64
+#: Elements behind each row of a tile without swizzle: rows are multiples of 64 bytes, and with 16 more they start in different banks.
+ROW_GAP = 8
+#: Multiples that the channels of a product, and of the shared tiles that it reads, are rounded up to: a step of the reduction, and what
+#: leaves all threads whole turns when they copy a tile of 32 rows.
+CHANNEL_STEPS = (16, 32)
 
 
 def fragment_place(i, j):
@@ -51,6 +56,14 @@ def _mma(dtype, A, B, C, lane, half):
     return T.evaluate(T.ptx_legacy.mma(
         "m16n8k16", "row", "col", kind, kind, "fp32", A.data, A.elem_offset + lane * 8, B.data, B.elem_offset + lane * 8 + 4 * half,
         C.data, C.elem_offset + lane * 8 + 4 * half, False, dtype="float32"))
+
+
+def swizzled(columns):
+    """Whether rows of a shared tile are swizzled, see `ldmatrix`; others are kept apart by ROW_GAP.
+
+    Of three lines, too, TVM cannot prove that neighbours in a swizzled row are neighbours, as copies of 16 bytes must be.
+    """
+    return columns in (SWIZZLE_ELEMENTS, 2 * SWIZZLE_ELEMENTS, 4 * SWIZZLE_ELEMENTS)
 
 
 def mma_qk(dtype):
@@ -150,9 +163,19 @@ def ldmatrix(operand, dtype, rows, columns):
     makes the eight rows that ldmatrix reads at once fall into different banks. The swizzle acts on the bits below a line, so the
     part's column can be XORed last, onto the lane's own address in this copy of the tile (double buffering puts several one after
     the other): the compiler then keeps one address a tile in registers, and not one for each column.
+
+    Rows that no swizzle fits have a gap behind them instead, which makes eight rows start in different banks as well.
     """
     tile = rows * columns
     transposed, row, half = _LDMATRIX[operand]
+
+    def own_row(offset, lane):
+        """Where the row that a lane names starts, counted from the part's first element, at this offset of the buffer."""
+        if not swizzled(columns):
+            return row(lane) * (columns + ROW_GAP) + half(lane) * 8
+        copy, column = offset // tile * tile, offset % SWIZZLE_ELEMENTS
+        own = copy + row(lane) * columns + T.bitwise_xor(half(lane), lane % 8) * 8
+        return T.bitwise_xor(own, column) - column - copy
 
     @T.prim_func(s_tir=True)
     def meaning(w: T.handle, s: T.handle) -> None:
@@ -179,12 +202,9 @@ def ldmatrix(operand, dtype, rows, columns):
             T.reads(shared[0:16, 0:16])
             T.writes(warp[0:32, 0:8])
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
-                copy = T.meta_var(shared.elem_offset // tile * tile)
-                column = T.meta_var(shared.elem_offset % SWIZZLE_ELEMENTS)
-                own = T.meta_var(copy + row(lane) * columns + T.bitwise_xor(half(lane), lane % 8) * 8)
                 T.evaluate(T.ptx_legacy.ldmatrix(
                     transposed, 4, ".b16", warp.data, warp.elem_offset + 8 * lane, shared.access_ptr("r"),
-                    T.bitwise_xor(own, column) - column - copy, dtype=dtype))
+                    own_row(shared.elem_offset, lane), dtype=dtype))
 
     return meaning, spelling
 

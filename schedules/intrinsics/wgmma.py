@@ -2,8 +2,8 @@
 
 Four warps issue one product together; the contract is nevertheless that of a single warp (schedules.intrinsics.mma): it owns 16 rows,
 and accumulators lie in the same lanes and registers, in one flat run [32 lanes, N / 2 registers] for N columns. Operands in shared memory
-are boxes [channels / chunk, rows, chunk] as the tensor memory accelerator writes them with its swizzle: a chunk is one swizzled line of
-128 or 64 bytes.
+are boxes [chunks, rows, chunk] as the tensor memory accelerator writes them with its swizzle: a chunk is one swizzled line of 128 or 64
+bytes, of the last of which a product may take the first half or quarters alone.
 
 Names: `wgmma_<product>_<dtype>_<sizes>`; `register` makes those of a tile known to TVM.
 """
@@ -12,6 +12,7 @@ from tvm.script import tirx as T
 
 from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES, check_bijection, fragment_place
+from te_defs.integers import round_up
 
 PTX_DTYPE = {"float16": "f16", "bfloat16": "bf16"}
 GROUP_WARPS = 4
@@ -28,8 +29,16 @@ KEEP = '__device__ __forceinline__ void flashtir_keep(float &r) { asm volatile("
 
 
 def chunk_of(channels):
-    """Channels of one swizzled line: 64 where they divide the row, else 32."""
-    return 64 if channels % 64 == 0 else 32
+    """Channels of one swizzled line of a tile whose products have so many: 64 where rows of a multiple of 32 are whole lines, else 32.
+
+    Products of 48 are shorter than a line of 64.
+    """
+    return 64 if round_up(channels, 32) % 64 == 0 and channels > 48 else 32
+
+
+def chunks_of(channels):
+    """Swizzled lines that hold a row of so many channels."""
+    return -(-channels // chunk_of(channels))
 
 
 def accumulator_place(i, j):
@@ -79,7 +88,7 @@ def _descriptor(address, line_bytes, leading_bytes):
 def wgmma_qk(dtype, q_tile, kv_tile, head_dim):
     """Description and implementation of S += Q K^T on a warp's 16 rows, all keys and channels; issues the product, does not wait."""
     chunk, registers, kind = chunk_of(head_dim), kv_tile // 2, PTX_DTYPE[dtype]
-    chunks, line = head_dim // chunk, chunk * ELEMENT_BYTES
+    chunks, line = chunks_of(head_dim), chunk * ELEMENT_BYTES
     instruction = f"wgmma.mma_async.sync.aligned.m64n{kv_tile}k16.f32.{kind}.{kind}"
     steps = chunk // STEP  # of one line
 
@@ -132,7 +141,7 @@ def wgmma_pv(dtype, kv_tile, value_dim):
     The init of this reduction reads the old accumulator and the rescale factor, see schedules.intrinsics.mma.mma_pv.
     """
     chunk, p_registers, o_registers, kind = chunk_of(value_dim), kv_tile // 2, value_dim // 2, PTX_DTYPE[dtype]
-    chunks, line = value_dim // chunk, chunk * ELEMENT_BYTES
+    chunks, line = chunks_of(value_dim), chunk * ELEMENT_BYTES
     instruction = f"wgmma.mma_async.sync.aligned.m64n{value_dim}k16.f32.{kind}.{kind}"
 
     @T.prim_func(s_tir=True)

@@ -1,8 +1,9 @@
 """Copies of whole tiles by the tensor memory accelerator (TMA), from blocks that say plainly what they copy.
 
 A block annotated BULK_LOAD copies rows of a tensor [batch, rows, heads, channels] to a shared tile [chunks, rows, chunk], with zeros past
-the last row. `lower_bulk_loads` checks exactly this and puts an event in its place; `encode_tensor_map` has the host describe each
-tensor to the TMA by its run-time shape and strides (CUDA driver API, cuTensorMapEncodeTiled), in front of the launch.
+the last row, and past the last channel where the chunks have more. `lower_bulk_loads` checks exactly this and puts an event in its place;
+`encode_tensor_map` has the host describe each tensor to the TMA by its run-time shape and strides (CUDA driver API,
+cuTensorMapEncodeTiled), in front of the launch.
 """
 import tvm
 import tvm_ffi
@@ -71,6 +72,9 @@ def _event(block, ring):
     guarded = isinstance(store.value, tvm.ir.Call) and store.value.op.name.endswith("if_then_else")
     _require(guarded, block, "a load with a bound", type(store.value).__name__)
     condition, load, other = store.value.args
+    channel_bound = None
+    if isinstance(condition, tirx.And):
+        condition, channel_bound = condition.a, condition.b
     # "An inner tile, or in range": where the hint holds nothing is out of range.
     bound = condition.b if isinstance(condition, tirx.Or) else condition
     zero = isinstance(other, tirx.FloatImm) and float(other.value) == 0
@@ -89,8 +93,14 @@ def _event(block, ring):
     _require(_equal(ana, read, (batch, row + r, head, c)), block, "a copy of whole rows one after the other", read)
     _require(_equal(ana, [substitute(bound.a - bound.b, values)], [row + r - size_rows]), block, "bounded by the end of its tensor", bound)
     _require(_equal(ana, written, (c // chunk, r, c % chunk)), block, "stored as [chunk, row, channel of the chunk]", written)
-    _require(_equal(ana, (rows.extent, channels.extent, chunks * chunk), (box_rows, size_channels, size_channels)), block,
+    _require(_equal(ana, (rows.extent, channels.extent), (box_rows, chunks * chunk)), block,
              "a copy of all rows of its tile and all channels", f"{rows.extent} rows and {channels.extent} channels")
+    if channel_bound is None:
+        exact = _equal(ana, [chunks * chunk], [size_channels])
+    else:
+        held, wanted = (ana.simplify(bound) for bound in (substitute(channel_bound, values), c < size_channels))
+        exact = tvm_ffi.structural_equal(held, wanted) and _chunks(size_channels, chunk) == int(chunks)
+    _require(exact, block, "bounded by the channels of its tensor", f"{channels.extent} channels, bound {channel_bound}")
     address = tirx.address_of(tirx.BufferLoad(store.buffer, [_int(0)] * 3))
     key_tile = events.key_tile() if ring != events.Q else _int(0)
     row = row + tirx.max(1 - size_rows, _int(0))  # an empty tensor is described as one row, which must not be read
@@ -107,6 +117,17 @@ def _strides(tensor):
     return tirx.Cast("int64", rows) * line, line, channels
 
 
+def _chunks(channels, chunk):
+    """Chunks that hold a row of so many channels."""
+    return -(-int(channels) // int(chunk))
+
+
+def _in_one_box(channels, chunk):
+    """Whether one instruction brings all chunks of a tile: where the tensor's rows are whole chunks. Else each chunk is a box of its own,
+    since only the end of a dimension is filled with zeros."""
+    return int(channels) % int(chunk) == 0
+
+
 def tensor_map_type():
     """Type of a variable that holds a tensor map; in a kernel's parameters it stands for the map itself."""
     return T.handle("tensormap").ty
@@ -115,9 +136,9 @@ def tensor_map_type():
 def encode_tensor_map(tensor_map, call, stand_in):
     """Host statement that describes the tensor of a bulk_load event by its run-time shape and strides, in a variable.
 
-    Five dimensions from the inside: channel of a chunk, row, chunk, head, batch entry. No dimension may be zero, so an empty tensor
-    counts as one of size one, whatever its strides are; nothing of it is loaded, but the address must be one of the device: that of
-    `stand_in`.
+    Five dimensions from the inside: channel of a chunk, row, chunk, head, batch entry; without that of chunks, and with all channels in the
+    first, where each chunk is a box of its own. No dimension may be zero, so an empty tensor counts as one of size one, whatever its
+    strides are; nothing of it is loaded, but the address must be one of the device: that of `stand_in`.
     """
     pointer, rows, heads, batch, box_rows, channels, chunk = call.args[3:10]
     empty = tirx.EQ(rows, _int(0))
@@ -128,6 +149,10 @@ def encode_tensor_map(tensor_map, call, stand_in):
     dims = [chunk, rows, _int(int(channels) // int(chunk)), heads, batch]
     strides = [row_bytes, _int(line), head_bytes, batch_bytes]
     box = [chunk, box_rows, _int(int(channels) // int(chunk)), _int(1), _int(1)]
+    if not _in_one_box(channels, chunk):
+        dims[0] = channels
+        for sizes, place in ((dims, 2), (strides, 1), (box, 2)):
+            del sizes[place]
     element = pointer.ty.element_type
     allocated = tvm.ir.Call(tvm.ir.Op.get("tirx.tvm_stack_alloca"), [tvm.ir.StringImm("tensormap"), _int(1)], None, ret_ty=tensor_map.ty)
 
@@ -138,16 +163,25 @@ def encode_tensor_map(tensor_map, call, stand_in):
     return tirx.SeqStmt([tirx.Bind(tensor_map, allocated), tirx.IfThenElse(empty, encode(stand_in), encode(pointer))])
 
 
-def load_instruction(tensor_map, coordinates, address, barrier, reused):
-    """The TMA instruction that brings one box [1, 1, chunks, rows, chunk] to a shared address and counts its bytes on a barrier.
+def load_instructions(call, tensor_map, coordinates, address, barrier, reused):
+    """The TMA instructions that bring the tile of a bulk_load event to a shared address and count its bytes on a barrier: one for a box
+    [1, 1, chunks, rows, chunk], or one for each chunk, a box [1, 1, rows, chunk].
 
     coordinates  first row, head, batch entry
     reused       whether other tiles of work read it again soon, so that it should stay in the L2 cache
     """
     row, head, batch = coordinates
     policy = tirx.const(EVICT_LAST if reused else EVICT_FIRST, "uint64")
-    return T.ptx["cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"](
-        address, tirx.address_of(tensor_map), 0, row, 0, head, batch, barrier, policy)
+    box_rows, channels, chunk = map(int, call.args[7:10])
+
+    def load(address, *place):
+        instruction = f"cp.async.bulk.tensor.{len(place)}d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        return T.ptx[instruction](address, tirx.address_of(tensor_map), *place, barrier, policy)
+
+    if _in_one_box(channels, chunk):
+        return [load(address, 0, row, 0, head, batch)]
+    return [load(address + tirx.const(number * box_rows * chunk * ELEMENT_BYTES, "uint32"), number * chunk, row, head, batch)
+            for number in range(_chunks(channels, chunk))]
 
 
 def tensor_of(call):
@@ -161,5 +195,6 @@ def tile_of(call):
 
 
 def box_bytes(call):
-    """Bytes that a bulk_load event brings."""
-    return int(call.args[7]) * int(call.args[8]) * ELEMENT_BYTES
+    """Bytes that a bulk_load event brings, the zeros with which it fills its boxes included."""
+    box_rows, channels, chunk = map(int, call.args[7:10])
+    return box_rows * _chunks(channels, chunk) * chunk * ELEMENT_BYTES

@@ -315,7 +315,8 @@ class _Roles:
         return [T.cuda.mbarrier_wait(self.barrier(ring, copy, 1), 1 - phase),
                 *([self.publish(tiles)] if ring == events.Q and self.shared_decode else []),
                 T.ptx.mbarrier.arrive.expect_tx.shared.b64(full, _number(bytes_, "uint32")),
-                bulk_loads.load_instruction(self.maps[ring], (row, head, batch), address, full, reused=ring != events.Q)]
+                *bulk_loads.load_instructions(self.loads[ring], self.maps[ring], (row, head, batch), address, full,
+                                              reused=ring != events.Q)]
 
     def wait_full(self, done, tiles, ring, key_tile):
         ring = int(ring)

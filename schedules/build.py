@@ -18,18 +18,19 @@ def strided_of(family):
     return getattr(family, "STRIDED", (False,))
 
 
-def declared(family, workload, plan, negative_scale=False, strided=None):
+def declared(family, workload, plan, negative_scale=False, strided=None, packed=False):
     """The symbolic declaration of a kernel.
 
     strided  whether it takes views with strides; None: what the kernel for contiguous tensors does
+    packed   whether the query heads of a group share row tiles, in a family that has a `packed_plan`
     """
-    views = {"strided": True} if (strided_of(family)[0] if strided is None else strided) else {}
-    return family.declare(workload, plan, negative_scale=negative_scale, **views)
+    forms = {"strided": strided_of(family)[0] if strided is None else strided, "packed": packed}
+    return family.declare(workload, plan, negative_scale=negative_scale, **{form: True for form, wanted in forms.items() if wanted})
 
 
-def schedule(family, workload, plan, stages=None, negative_scale=False, strided=None):
+def schedule(family, workload, plan, stages=None, negative_scale=False, strided=None, packed=False):
     """A fresh Schedule of `declared` after the family's stages; after the first `stages` of them where given."""
-    func = declared(family, workload, plan, negative_scale, strided)
+    func = declared(family, workload, plan, negative_scale, strided, packed)
     return staged(s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0), family, plan, stages)
 
 
@@ -54,10 +55,10 @@ def build(mod, family, arch, negative_scale_mod=None, place=1):
         return tvm.tirx.build(joined, target=target, pipeline=family.PIPELINE)
 
 
-def build_plan(family, workload, plan, arch, place=1, strided=None):
+def build_plan(family, workload, plan, arch, place=1, strided=None, packed=False):
     """What an artefact holds of a plan in this place: the kernel and, where it needs one, its twin for scales below zero, as a runtime
     module."""
-    mods = [schedule(family, workload, plan, negative_scale=negative, strided=strided).mod for negative in signs(workload)]
+    mods = [schedule(family, workload, plan, negative_scale=negative, strided=strided, packed=packed).mod for negative in signs(workload)]
     return build(mods[0], family, arch, *mods[1:], place=place)
 
 

@@ -30,12 +30,14 @@ class Plan:
 @dataclass(frozen=True)
 class Calls:
     """The calls that a plan of an artefact is for: those with at least `queries` query rows, and at least `tiles` tiles of `rows` rows over
-    all heads and batch entries; tensors are contiguous unless it is for `strided` ones too."""
+    all heads and batch entries; tensors are contiguous unless it is for `strided` ones too. One that is `packed` is for grouped heads and
+    fewer queries than it has rows in a tile, which the heads of a group share."""
 
     queries: int = 0
     tiles: int = 0
     rows: int = 1
     strided: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,11 @@ def takers(workload, arch):
     return families
 
 
+def packer(workload, arch):
+    """The family whose kernel serves few queries of grouped heads, beside one of any family; None where none does."""
+    return next((family for family in FAMILIES if hasattr(family, "packed_plan") and family.decline(workload, arch) is None), None)
+
+
 def family_named(name):
     """The family module of a name, as a plan or a record carries it; NoSchedule where none is called so."""
     for family in FAMILIES:

@@ -69,22 +69,26 @@ def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1,
     if toolkit is not None:
         compiler = cuda_compiler(toolkit, archs or (arch.name,), CudaOptions(**family.compiler_options(plan)))
     with compiler as log:
-        module = build.build_plan(family, workload, plan, arch, place, serves.strided)
+        module = build.build_plan(family, workload, plan, arch, place, serves.strided, serves.packed)
     others = [row for row in CUDA_ARCHS.values() if arch.kind == "cuda" and row.capability[0] == arch.capability[0] and not row.exact]
     portable = all(fitting([plan], family.budget, workload, row) for row in others)
     return Kernel(variant_of(module, family, arch, plan, log.kernels if log else (), measured, serves, portable), toolkit)
 
 
 def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1):
-    """Kernels of a plan for an artefact, from this place on: its own, and those that the family has for calls that it does not suit; where
-    views with strides have kernels of their own, these come last."""
+    """Kernels of a plan for an artefact, from this place on: that for few queries of grouped heads, where a family has one, the plan's own, and
+    those that the family has for calls that it does not suit; where views with strides have kernels of their own, these come last."""
     tuned_at = (measured["shape"]["q_len"],) if measured else ()
     plans = getattr(family, "further_plans", lambda *_: [(plan, Calls())])(workload, arch, plan, *tuned_at)
     first, *_ = kinds = build.strided_of(family)
-    wanted = [(entry, replace(serves, strided=strided)) for strided in kinds for entry, serves in plans]
-    figures = [measured if (entry, serves.strided) == (plan, first) else None for entry, serves in wanted]
-    return [build_kernel(family, workload, entry, arch, archs, found, number, serves)
-            for number, (found, (entry, serves)) in enumerate(zip(figures, wanted), place)]
+    wanted = [(family, entry, replace(serves, strided=strided)) for strided in kinds for entry, serves in plans]
+    figures = [measured if (entry, serves.strided) == (plan, first) else None for _, entry, serves in wanted]
+    packer = registry.packer(workload, arch)
+    if packer is not None:
+        packed = packer.packed_plan(workload, arch)
+        wanted, figures = [(packer, packed, Calls(rows=packed.q_tile, strided=True, packed=True)), *wanted], [None, *figures]
+    return [build_kernel(of, workload, entry, arch, archs, found, number, serves)
+            for number, (found, (of, entry, serves)) in enumerate(zip(figures, wanted), place)]
 
 
 def write_artefact(kernels, workload, path, seed=0):

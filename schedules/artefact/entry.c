@@ -10,6 +10,7 @@
  *                                alignment      bytes that data must start on a multiple of, and on a GPU every row
  *                                queries, tiles, rows   it is for calls with at least so many queries, and tiles of so many query rows
  *                                strided        1 where it takes views with strides, 0 where contiguous tensors only
+ *                                packed         1 where it is for grouped heads that share tiles, of fewer queries than `rows`
  *                                codes          {major, minor, exact} for each architecture of its device code, then {0}
  *   FLASHTIR_ARCHS             the architectures of all variants, for messages
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
@@ -46,7 +47,7 @@ typedef struct {
   const char *beyond;
   int alignment;
   int64_t queries, tiles, rows;
-  int strided;
+  int strided, packed;
   const Code *codes;
 } Variant;
 
@@ -55,8 +56,8 @@ typedef struct {
 #define DECLARE(name, kernel, negative, ...) \
   extern HostFunction kernel __attribute__((visibility("hidden"))), negative __attribute__((visibility("hidden")));
 FLASHTIR_VARIANTS(DECLARE)
-#define LIST(name, kernel, negative, max_elements, beyond, alignment, queries, tiles, rows, strided, ...) \
-  {name, kernel, negative, max_elements, beyond, alignment, queries, tiles, rows, strided, (const Code[]){__VA_ARGS__}},
+#define LIST(name, kernel, negative, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, ...) \
+  {name, kernel, negative, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, (const Code[]){__VA_ARGS__}},
 static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
 enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
 
@@ -125,7 +126,8 @@ static bool runs_on(const Variant *variant, int capability) {
 
 /* Whether a call has the queries that a variant is for: enough rows for its tiles, and tiles for all multiprocessors. The sizes of an empty
  * tensor can have any product. */
-static bool is_for(const Variant *variant, const DLTensor *q) {
+static bool is_for(const Variant *variant, const DLTensor *q, const DLTensor *k) {
+  if (variant->packed && (q->shape[2] <= k->shape[2] || q->shape[1] >= variant->rows)) return false;
   double tiles = ceil((double)q->shape[1] / (double)variant->rows);
   return q->shape[1] >= variant->queries && tiles * (double)q->shape[0] * (double)q->shape[2] >= (double)variant->tiles;
 }
@@ -190,7 +192,7 @@ static const Variant *choose(const DLTensor plain[TENSORS], const View views[TEN
   passed_over->reason = SERVES;
   if (capability < 0) return NULL;
   for (const Variant *variant = kVariants; variant < kVariants + VARIANTS; ++variant) {
-    if (!runs_on(variant, capability) || (only ? variant != only : !is_for(variant, &plain[Q]))) continue;
+    if (!runs_on(variant, capability) || (only ? variant != only : !is_for(variant, &plain[Q], &plain[K]))) continue;
     Refusal why = consider(variant, plain, views);
     if (why.reason == SERVES) return variant;
     /* A kernel for contiguous tensors has a twin for views behind it: no more is to be said of it where there is another reason. */
@@ -213,11 +215,23 @@ static void say_once(const Refusal *why, const Variant *used) {
     fprintf(stderr, "flash_attention_forward: %s cannot take this call (%s): using %s\n", why->variant->name, why->text, used->name);
 }
 
+/* Number of further arguments of a kernel whose tiles the heads of a group share, and these: heads and queries of a tile, and tiles that a
+ * query takes in a group. */
+enum { PACKED = 3 };
+static int pack(const Variant *variant, const DLTensor plain[TENSORS], TVMFFIAny further[PACKED]) {
+  if (!variant->packed) return 0;
+  int64_t key_heads = plain[K].shape[2], group = key_heads ? plain[Q].shape[2] / key_heads : 1;
+  int64_t heads = group < variant->rows ? group : variant->rows;
+  int64_t sizes[PACKED] = {heads, variant->rows / heads, (group + heads - 1) / heads};
+  for (int i = 0; i < PACKED; ++i) further[i] = (TVMFFIAny){.type_index = kTVMFFIInt, .v_int64 = sizes[i]};
+  return PACKED;
+}
+
 static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result, const Variant *only) {
   const DLTensor *tensors[TENSORS];
   View views[TENSORS + EXTRAS];
   DLTensor plain[TENSORS + EXTRAS];
-  TVMFFIAny checked[ARGUMENTS];
+  TVMFFIAny checked[ARGUMENTS + PACKED];
   Refusal passed_over;
   int negative = 0;
 
@@ -247,7 +261,8 @@ static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *
   if (views[K].span == 0) plain[K].data = plain[V].data = plain[Q].data;
   for (int i = Q; i <= OUT && variant->strided; ++i) plain[i].strides = views[i].strides;
   say_once(&passed_over, variant);
-  return (negative ? variant->negative : variant->kernel)(self, checked, ARGUMENTS, result);
+  int further = pack(variant, plain, checked + ARGUMENTS);
+  return (negative ? variant->negative : variant->kernel)(self, checked, ARGUMENTS + further, result);
 }
 
 /* flash_attention_forward(q, k, v, out, lse, scale, the extras) -> None */

@@ -22,7 +22,7 @@ The finished nest, one line a group of blocks::
       O LSE                                       @warp @lane
 """
 from schedules.families.mma_plan import (  # noqa: F401, the family's other half
-    COPY_BYTES, NAME, MmaPlan, budget, decline, default_plan, knobs, tile_choices)
+    COPY_BYTES, NAME, MmaPlan, budget, decline, default_plan, knobs, packed_plan, tile_choices)
 from schedules.intrinsics import mma as intrinsics
 from schedules.intrinsics.mma import CHANNEL_STEPS
 from schedules.lowering import mma_pipeline, rewrite, software_pipeline
@@ -51,12 +51,12 @@ def compiler_options(plan):
     return {"register_level": plan.register_level}
 
 
-def declare(workload, plan, negative_scale=False, strided=False):
+def declare(workload, plan, negative_scale=False, strided=False, packed=False):
     """The plain function at the plan's tile, with statistics per lane of a quad; makes the intrinsics known that it will need."""
     d, dv = (round_up(size, CHANNEL_STEPS[1]) for size in (workload.head_dim, workload.value_dim))
     intrinsics.register(workload.dtype, {"A": (plan.q_tile, d), "K": (plan.kv_tile, d), "V": (plan.kv_tile, dv)})
     return flash_attention_forward(workload, plan.q_tile, plan.kv_tile, row_lanes=4, negative_scale=negative_scale, strided=strided,
-                                   channel_steps=CHANNEL_STEPS)
+                                   packed=packed, channel_steps=CHANNEL_STEPS)
 
 
 def place_buffers(sch, plan):

@@ -11,6 +11,8 @@ NAME = "mma"
 
 COPY_BYTES = 16
 LEAST_VALUE_DIM = 16
+#: Query rows of a tile that the heads of a group share: 16 for each of four warps.
+PACKED_ROWS = 64
 #: (q_tile, kv_tile, warps) for head dimensions at which a row's tile is no whole number of turns of its copies.
 SMALL_TILES = ((64, 64, 4), (64, 32, 4))
 #: Registers beside S and O: fragments of Q, K and V in flight, statistics, addresses (read off compiled kernels).
@@ -62,6 +64,13 @@ def _seeds(workload, arch):
 def default_plan(workload, arch):
     """The seed: the first tile that fits."""
     return first_of(_seeds(workload, arch), NAME, workload, arch)
+
+
+def packed_plan(workload, arch):
+    """The plan for few queries of grouped heads: few rows, so that not many of them are empty, and the seed's keys as far as they fit."""
+    seed = default_plan(workload, arch)
+    tiles = [seed.but(q_tile=PACKED_ROWS, warps=PACKED_ROWS // 16, kv_tile=kv_tile) for kv_tile in (seed.kv_tile, 64, 32)]
+    return first_of(fitting(tiles, budget, workload, arch), NAME, workload, arch)
 
 
 def tile_choices(workload, arch):

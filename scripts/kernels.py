@@ -76,8 +76,8 @@ def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1,
 
 
 def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1):
-    """Kernels of a plan for an artefact, from this place on: that for few queries of grouped heads, where a family has one, the plan's own, and
-    those that the family has for calls that it does not suit; where views with strides have kernels of their own, these come last."""
+    """Kernels of a plan for an artefact, from this place on: that for few queries of grouped heads, where a family has one, the plan's own,
+    and those that the family has for calls that it does not suit; where views with strides have kernels of their own, these come last."""
     tuned_at = (measured["shape"]["q_len"],) if measured else ()
     plans = getattr(family, "further_plans", lambda *_: [(plan, Calls())])(workload, arch, plan, *tuned_at)
     first, *_ = kinds = build.strided_of(family)

@@ -1,4 +1,6 @@
 """On a GPU: the numbers of every family through the checked entry of an exported artefact."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm
@@ -15,7 +17,7 @@ from schedules.registry import FAMILIES, takers
 from te_defs import reference
 from te_defs.masks import MASKS
 from te_defs.storage import EXPANDED, STORAGES
-from te_defs.workload import Shape, Workload
+from te_defs.workload import Shape, Workload, make_arguments
 from tests import numbers
 from tests.numbers import RAGGED
 
@@ -31,8 +33,14 @@ PADDED = [Workload(32, 32, "float16", "causal"), Workload(40, 72, "bfloat16", "f
 MASKED = [(family, Workload(d, d, dtype, mask)) for mask in MASKS if mask not in ("full", "causal") for family, d, dtype in (
     (simt, 64, "float32"), (mma, 64, "float16"), (mma, 128, "bfloat16"), (wgmma, 64, "float16"), (wgmma, 96, "bfloat16"),
     (wgmma, 128, "float16"), (wgmma, 256, "float16"))]
+MODIFIED = [(family, Workload.parse(name)) for family, name in (
+    *((simt, f"fwd_d64_dv64_f32_{it}") for it in ("causal+softcap", "full+bias+sink", "tests.of_a_user:DocumentCausal")),
+    *((family, f"fwd_d{d}_dv{d}_{dtype}_{it}") for family in (mma, wgmma) for d, dtype, it in (
+        (64, "f16", "causal+softcap"), (128, "f16", "full+bias"), (128, "bf16", "causal+alibi+sink"), (64, "bf16", "window+bias"),
+        (64, "f16", "tests.of_a_user:DocumentCausal"), (128, "f16", "causal+tests.of_a_user:halved_far_away"))),
+    (wgmma, "fwd_d256_dv256_f16_full+softcap+sink"), (wgmma, "fwd_d80_dv80_f16_causal+softcap"))]
 CASES = [(family, workload) for family in FAMILIES if family.NAME != "cpu" for workload in WORKLOADS]
-CASES += [(wgmma, workload) for workload in WIDE] + MASKED + [(family, workload) for workload in PADDED for family in (mma, wgmma)]
+CASES += [(wgmma, workload) for workload in WIDE] + MASKED + [(family, workload) for workload in PADDED for family in (mma, wgmma)] + MODIFIED
 CASES += [(mma, workload) for workload in WIDE if (workload.dtype, workload.mask) == ("float16", "causal")]
 HALVES = [workload for workload in WORKLOADS + WIDE if workload.dtype == "float16"]
 LONG, CAUSAL = Workload(128, 128, "float16", "full"), Workload(128, 128, "float16", "causal")
@@ -56,11 +64,11 @@ def arch():
 @pytest.fixture(scope="module")
 def built(toolkit, arch):
     """Function (family, workload, plan, place, strided) -> Variant of that place in an artefact."""
-    def make(family, workload, plan, place=1, strided=None):
+    def make(family, workload, plan, place=1, strided=None, packed=False):
         strided = strided_of(family)[0] if strided is None else strided
         with cuda_compiler(toolkit, (arch.name,), CudaOptions(**family.compiler_options(plan))) as log:
-            module = build_plan(family, workload, plan, arch, place, strided)
-        return variant_of(module, family, arch, plan, log.kernels, serves=Calls(strided=strided))
+            module = build_plan(family, workload, plan, arch, place, strided, packed)
+        return variant_of(module, family, arch, plan, log.kernels, serves=Calls(rows=plan.q_tile, strided=strided, packed=packed))
     return make
 
 
@@ -103,11 +111,12 @@ def check(function, workload, shape, factor=1.0):
     inputs = reference.make_inputs(workload, shape)
     scale = float(np.float32(factor * workload.head_dim**-0.5))
     for mask in MASKS[workload.mask].samples:
-        answer, lse_answer = reference.forward(workload, *inputs, scale, mask)
-        bounds = reference.tolerances(workload, *inputs, scale, mask, (answer, lse_answer))
-        out, lse = run(function, workload, inputs, scale, mask)
+        arguments = make_arguments(workload, replace(shape, mask=mask), single="" if shape.q_heads % 2 else "BN")
+        answer, lse_answer = reference.forward(workload, *inputs, scale, arguments)
+        bounds = reference.tolerances(workload, *inputs, scale, arguments, (answer, lse_answer))
+        out, lse = run(function, workload, inputs, scale, arguments)
         assert reference.mismatch(out, lse, answer, lse_answer, *bounds) is None, mask
-        again = run(function, workload, inputs, scale, mask)
+        again = run(function, workload, inputs, scale, arguments)
         assert out.tobytes() == again[0].tobytes() and lse.tobytes() == again[1].tobytes()
 
 
@@ -160,6 +169,28 @@ class TestViews:
         first, *others = (run(function, CAUSAL, inputs, 0.1, storage=storage) for storage in STORAGES)
         assert all(a.tobytes() == b.tobytes() for other in others for a, b in zip(first, other))
         assert capfd.readouterr().err == ""
+
+
+class TestPacking:
+    """Row tiles that the query heads of a group share."""
+
+    SHAPES = [Shape(2, 8, 2, 1, 300), Shape(1, 7, 1, 33, 129), Shape(3, 6, 2, 63, 200), Shape(1, 140, 2, 5, 77), Shape(1, 5, 1, 9, 0)]
+
+    @pytest.mark.parametrize("storage", ["contiguous", "bhnd"])
+    @pytest.mark.parametrize("workload", [CAUSAL, Workload(64, 64, "bfloat16", "full", "bias", True), Workload(192, 128, "float16", "causal"),
+                                          Workload(40, 72, "bfloat16", "window", "alibi")], ids=name_of)
+    def test_numbers_and_bits(self, built, linked, arch, workload, storage):
+        if mma.decline(workload, arch) is not None:
+            pytest.skip(f"mma declines: {mma.decline(workload, arch)}")
+        plan = mma.packed_plan(workload, arch)
+        function = linked(workload, built(mma, workload, plan, strided=True, packed=True), built(mma, workload, mma.default_plan(workload, arch), 2, True))
+        for shape in self.SHAPES:
+            shape = replace(shape, mask=(50, 7) if workload.mask == "window" else ())
+            inputs, arguments = reference.make_inputs(workload, shape), make_arguments(workload, shape)
+            answers = reference.forward(workload, *inputs, 0.1, arguments)
+            found, again = (run(function, workload, inputs, 0.1, arguments, storage=storage) for _ in range(2))
+            assert reference.mismatch(*found, *answers, *reference.tolerances(workload, *inputs, 0.1, arguments, answers)) is None, shape
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(found, again))
 
 
 @pytest.fixture

@@ -89,12 +89,20 @@ def default_plan(workload, arch):
     order = order_of_work.TO_AND_FRO if workload.mask == "full" else order_of_work.FAIR
     plan = WgmmaPlan(**arch.wgmma_seed[_row_key(workload, arch)], blocks=arch.peak.sms, order_of_work=order)
     if (workload.head_dim, workload.value_dim) in MEASURED:
-        return plan
+        return _with_room(workload, plan)
     least = plan.kv_tile if plan.groups > 2 or _whole_lines(workload) else 16
     plan = _with_loader(workload, plan)
     tiles = [plan.but(kv_tile=kv_tile) for kv_tile in range(MOST_KEYS, least - 16, -16)] if plan.groups == 2 else [plan]
     fit = fitting(tiles, budget, workload, arch)
-    return next(tile for tile in fit if _registers(workload, tile) <= MOST_REGISTERS or tile.kv_tile == least)
+    return _with_room(workload, next(tile for tile in fit if _registers(workload, tile) <= MOST_REGISTERS or tile.kv_tile == least))
+
+
+def _with_room(workload, plan):
+    """The plan with room for the addresses of what a score modification reads for each score."""
+    arguments = workload.score_class.arguments() if workload.score else ()
+    if not any({"N", "M"} <= set(argument.kind.axes) for argument in arguments):
+        return plan
+    return plan.but(kv_tile=min(plan.kv_tile, 96 if workload.value_dim <= 128 else 48))
 
 
 def _whole_lines(workload):
@@ -121,7 +129,7 @@ def further_plans(workload, arch, plan, tuned_at=TUNED_AT):
     lengths = arch.wgmma_lengths.get(_row_key(workload, arch), ((SHORT + 1, {}), (0, {})))
     seed, home = default_plan(workload, arch), next(queries for queries, _ in lengths if queries <= tuned_at)
     one = dict(q_tile=intrinsics.GROUP_ROWS, blocks=0, shared_decode=0, query_stages=1, ping_pong=0, loader_registers=LOADER_REGISTERS[1])
-    plans = [(plan if queries == home else _with_loader(workload, seed.but(**changes)),
+    plans = [(plan if queries == home else _with_room(workload, _with_loader(workload, seed.but(**changes))),
               Calls(queries, arch.peak.sms + 1, intrinsics.GROUP_ROWS)) for queries, changes in lengths]
     plans.append((plan.but(**one) if plan.groups > 1 else plan, Calls()))
     # Whatever is for one entry is for the next one, too.

@@ -2,6 +2,7 @@
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +19,14 @@ CALLS = [random_call(number, WORKLOADS) for number in range(40)]
 
 
 def exact(call, inputs):
-    out, lse = reference.forward(call.workload, *inputs, call.rounded_scale, call.shape.mask)
+    out, lse = reference.forward(call.workload, *inputs, call.rounded_scale, call.arguments)
     return [(out.astype(inputs[0].dtype), lse.astype(np.float32))]
 
 
 def unmasked(call, inputs):
     """The commonest mistake of all."""
-    full = call.workload.__class__(call.workload.head_dim, call.workload.value_dim, call.workload.dtype, "full")
-    out, lse = reference.forward(full, *inputs, call.rounded_scale)
+    full, others = replace(call.workload, mask="full"), call.arguments[len(call.shape.mask):]
+    out, lse = reference.forward(full, *inputs, call.rounded_scale, others)
     return [(out.astype(inputs[0].dtype), lse.astype(np.float32))]
 
 

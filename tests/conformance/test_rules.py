@@ -111,7 +111,7 @@ class TestMasks:
     def test_a_row_that_sees_no_key_gives_nothing(self, ask, mask, sizes, lengths):
         inputs = ask.inputs(1, 2, 1, *lengths)
         out, lse = ask.answer(inputs, mask=mask, sizes=sizes)
-        _, right = reference.forward(ask.workload(mask), *inputs, mask=sizes)
+        _, right = reference.forward(ask.workload(mask), *inputs, arguments=sizes)
         unseen = np.isneginf(right)
         assert np.isneginf(lse[unseen]).all() and not out.swapaxes(1, 2)[unseen].any() and np.isfinite(lse[~unseen]).all()
 

@@ -17,10 +17,13 @@ Three choices make it schedulable for every family:
 * Row statistics have `row_lanes` columns. With 1 they are plain vectors. With 4 each column belongs to one lane of a quad, as in
   the m16n8k16 accumulator fragment: every lane keeps the statistics of its own columns and holds the combined value.
 """
+from dataclasses import replace
+
 from tvm import tirx
 from tvm.script import tirx as T
 
 from te_defs.integers import maximum
+from te_defs.lengths import LENGTHS
 from te_defs.masks import MASKS
 
 LOG2_E = 1.4426950408889634
@@ -35,7 +38,7 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
     """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale, ...) -> None.
 
     B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are the
-    mask's arguments, int32. Rows that see no key get O = 0 and LSE = -inf.
+    mask's arguments, int32, and those of the lengths (te_defs.lengths). Rows that see no key get O = 0 and LSE = -inf.
 
     q_tile          query rows of a tile (Br in the paper)
     kv_tile         key rows of a tile (Bc)
@@ -52,8 +55,11 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         raise ValueError(f"row_lanes must be 1 or 4, found {row_lanes}: choose one of these")
     arguments = [tirx.Var(name, "int32") for name in MASKS[workload.mask].arguments()]
     mask, dtype = MASKS[workload.mask](*arguments), workload.dtype
+    lengths, packed = LENGTHS[workload.lengths], workload.lengths == "packed"
+    tables = [tirx.decl_buffer((tirx.Var("numbers", "int32"),), "int32", name=name) for name in lengths.tensors]
+    arguments += [*tables, *(tirx.Var(name, "int32") for name in lengths.integers)]
     D, DV, LANES = workload.head_dim, workload.value_dim, row_lanes
-    QUAD, SLACK = row_lanes == 4, max_slack > 0
+    QUAD, SLACK, READ = row_lanes == 4, max_slack > 0, bool(tables)
     SEEN = "row_max_seen" if SLACK else "row_max_new"
     PAIR = 2 if QUAD else 1  # columns of a lane that stand side by side
     STEPS = kv_tile // (LANES * PAIR)
@@ -70,6 +76,15 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         """Whether all rows of the query tile see the key tile of turn t whole; a lowering pass reads its two comparisons with t."""
         below = t >= tiles - mask.key_end(i0, M) // kv_tile
         return below if mask.from_start else tirx.And(below, t < tiles - (mask.key_begin(i0 + (q_tile - 1), M) + (kv_tile - 1)) // kv_tile)
+
+    def whole_of(*buffers):
+        return [buffer[tuple(slice(0, size) for size in buffer.shape)] for buffer in buffers]
+
+    def part_of(b, N, M):
+        """Rows of batch entry b; what a table says of them is read once."""
+        part = lengths.part(b, N, M, *tables)
+        read = {name: value for name, value in vars(part).items() if not any(value is known for known in (b, 0, N, M))}
+        return replace(part, **{name: T.bind(value, var=tirx.Var(name, "int32")) for name, value in read.items()})
 
     def strides_of(name):
         """Strides of a view, in elements; None for a contiguous tensor."""
@@ -89,14 +104,20 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         V = T.match_buffer(v, (entries, M, G, DV), dtype, strides=strides_of("V"), align=4)
         O = T.match_buffer(o, (entries, N, H, DV), dtype, strides=strides_of("O"), align=4)
         LSE = T.match_buffer(lse, (B, H, N), "float32", align=4)
-        for b, h, r in T.grid(B, H, (N + (q_tile - 1)) // q_tile):
+        sequences, longest = T.meta_var((tables[0].shape[0] - 1, arguments[-1]) if packed else (B, N))
+        for b, h, r in T.grid(sequences, H, (longest + (q_tile - 1)) // q_tile):
             with T.sblock("attn"):
                 vb, vh, vr = T.axis.remap("SSS", [b, h, r])
                 # The last query tile first: under a causal mask it has the most keys, and a grid ends best on its short tiles.
-                q0 = T.meta_var(((N + (q_tile - 1)) // q_tile - 1 - vr) * q_tile)
+                if READ:  # TVM would name the rows that are touched by variables that are bound inside
+                    T.reads(whole_of(Q, K, V, *tables))
+                    T.writes(whole_of(O, LSE))
+                part = T.meta_var(part_of(vb, N, M))
+                n, m = T.meta_var((part.queries, part.keys))
+                q0 = T.meta_var(((longest + (q_tile - 1)) // q_tile - 1 - vr) * q_tile)
                 g = T.meta_var(vh // (H // G))  # the key head of this query head
-                i0 = T.meta_var(mask.position(q0, N, M))
-                tiles = T.meta_var(T.max((mask.key_end(i0 + (q_tile - 1), M) + (kv_tile - 1)) // kv_tile, 1))
+                i0 = T.meta_var(mask.position(q0, n, m))
+                tiles = T.meta_var(T.max((mask.key_end(i0 + (q_tile - 1), m) + (kv_tile - 1)) // kv_tile, 1))
                 scale_log2 = T.meta_var(T.max(T.fabs(scale), T.float32(SCALE_MIN)) * T.float32(LOG2_E))
                 Q_tile = T.sblock_alloc_buffer((q_tile, D), dtype)
                 O_acc = T.sblock_alloc_buffer((q_tile, DV), "float32")
@@ -106,7 +127,7 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                     for i, c in T.grid(q_tile, D):
                         with T.sblock("Q_load"):
                             vi, vc = T.axis.remap("SS", [i, c])
-                            Q_tile[vi, vc] = T.if_then_else(q0 + vi < N, Q[vb, q0 + vi, vh, vc], T.cast(0.0, dtype))
+                            Q_tile[vi, vc] = T.if_then_else(q0 + vi < n, Q[part.entry, part.first_query + q0 + vi, vh, vc], T.cast(0.0, dtype))
                 with T.sblock("init"):
                     for i, c in T.grid(q_tile, DV):
                         with T.sblock("O_acc_init"):
@@ -120,7 +141,7 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                         with T.sblock("row_sum_init"):
                             vi, vl = T.axis.remap("SS", [i, l])
                             row_sum[vi, vl] = T.float32(0)
-                for t in T.serial(turns(tiles, i0, M)):
+                for t in T.serial(turns(tiles, i0, m)):
                     with T.sblock("kv"):
                         vt = T.axis.opaque(T.max((M + (kv_tile - 1)) // kv_tile, 1), t)
                         k0 = T.meta_var((tiles - 1 - vt) * kv_tile)
@@ -141,11 +162,13 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                             with T.sblock("K_load"):
                                 vj, vc = T.axis.remap("SS", [j, c])
                                 # Only the last tile can reach past the end, and it comes first.
-                                K_tile[vj, vc] = T.if_then_else(T.Or(vt >= 1, k0 + vj < M), K[vb, k0 + vj, g, vc], T.cast(0.0, dtype))
+                                K_tile[vj, vc] = T.if_then_else(
+                                    T.Or(vt >= 1, k0 + vj < m), K[part.entry, part.first_key + k0 + vj, g, vc], T.cast(0.0, dtype))
                         for j, c in T.grid(kv_tile, DV):
                             with T.sblock("V_load"):
                                 vj, vc = T.axis.remap("SS", [j, c])
-                                V_tile[vj, vc] = T.if_then_else(T.Or(vt >= 1, k0 + vj < M), V[vb, k0 + vj, g, vc], T.cast(0.0, dtype))
+                                V_tile[vj, vc] = T.if_then_else(
+                                    T.Or(vt >= 1, k0 + vj < m), V[part.entry, part.first_key + k0 + vj, g, vc], T.cast(0.0, dtype))
                         with T.sblock("qk"):
                             for i, j, c in T.grid(q_tile, kv_tile, D):
                                 with T.sblock("S"):
@@ -157,11 +180,11 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                             for i, j in T.grid(q_tile, kv_tile):
                                 with T.sblock("S_masked"):
                                     vi, vj = T.axis.remap("SS", [i, j])
-                                    if T.likely(whole(vt, tiles, i0, M)):
+                                    if T.likely(whole(vt, tiles, i0, m)):
                                         S_masked[vi, vj] = signed(S[vi, vj])
                                     else:
                                         S_masked[vi, vj] = T.if_then_else(
-                                            mask.keep(i0 + vi, k0 + vj, M), signed(S[vi, vj]), -T.infinity("float32"))
+                                            mask.keep(i0 + vi, k0 + vj, m), signed(S[vi, vj]), -T.infinity("float32"))
                             for i, l, s, p in T.grid(q_tile, LANES, STEPS, PAIR):
                                 with T.sblock("tile_max"):
                                     vi, vl, vs, vp = T.axis.remap("SSRR", [i, l, s, p])
@@ -254,13 +277,13 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                     for i, c in T.grid(q_tile, DV):
                         with T.sblock("O"):
                             vi, vc = T.axis.remap("SS", [i, c])
-                            T.where(q0 + i < N)
-                            O[vb, q0 + vi, vh, vc] = T.cast(O_acc[vi, vc] * row_sum_inverse[vi, lane(vc)], dtype)
+                            T.where(q0 + i < n)
+                            O[part.entry, part.first_query + q0 + vi, vh, vc] = T.cast(O_acc[vi, vc] * row_sum_inverse[vi, lane(vc)], dtype)
                     for i, l in T.grid(q_tile, LANES):
                         with T.sblock("LSE"):
                             vi, vl = T.axis.remap("SS", [i, l])
-                            T.where(q0 + i < N)  # the lanes of a row store one value
-                            LSE[vb, vh, q0 + vi] = row_max[vi, vl] * scale_log2 * T.float32(LN_2) + T.log(row_sum_total[vi, vl])
+                            T.where(q0 + i < n)  # the lanes of a row store one value
+                            LSE[part.entry, vh, part.first_query + q0 + vi] = row_max[vi, vl] * scale_log2 * T.float32(LN_2) + T.log(row_sum_total[vi, vl])
 
     return flash_attention if not arguments else tirx.PrimFunc(
         [*flash_attention.params, *arguments], flash_attention.body, flash_attention.ret_type, flash_attention.attrs)

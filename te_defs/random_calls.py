@@ -1,5 +1,5 @@
 """Random calls, each drawn from its number alone, so that one which fails can be made again by whoever has the number."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class Call:
     scale    as a multiple of 1 / sqrt(D)
     data     "normal", "large" (scores of thousands), "equal" (all keys of a head are one) or "tiny" (denormal in float16)
     storage  where the tensors lie, one of te_defs.storage.STORAGES
+    lengths  the arguments of the workload's lengths: tuples of integers for the tensors, then the integers
     """
 
     number: int
@@ -31,6 +32,7 @@ class Call:
     scale: float
     data: str
     storage: str
+    lengths: tuple = ()
 
     @property
     def rounded_scale(self):
@@ -38,7 +40,13 @@ class Call:
         return float(np.float32(self.scale * self.workload.head_dim**-0.5))
 
     def __str__(self):
-        return f"call {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), {self.data} data, {self.storage}"
+        lengths = f", lengths {self.lengths}" if self.lengths else ""
+        return (f"call {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), {self.data} data, {self.storage}"
+                f"{lengths}")
+
+    def given_lengths(self):
+        """The lengths as a call takes them, tensors as int32 arrays."""
+        return tuple(np.array(numbers, np.int32) if isinstance(numbers, tuple) else numbers for numbers in self.lengths)
 
     def rows_without_keys(self):
         """Whether there are queries that the mask shows no key."""
@@ -47,7 +55,13 @@ class Call:
         return bool(np.any(mask.key_end(i, m) <= mask.key_begin(i, m))) and n > 0
 
     def inputs(self):
-        """(q, k, v) in the workload's type."""
+        """(q, k, v) in the workload's type; keys past the length of their batch entry are NaN."""
+        q, k, v = self._values()
+        for b, length in enumerate(self.lengths[0] if self.workload.lengths == "keys" else ()):
+            k[b, length:], v[b, length:] = np.nan, np.nan
+        return q, k, v
+
+    def _values(self):
         q, k, v = reference.make_inputs(self.workload, self.shape, self.number)
         if self.data == "large":
             return q * q.dtype.type(30), k * k.dtype.type(30), v
@@ -75,7 +89,21 @@ def random_call(number, workloads):
                   for _ in MASKS[workload.mask].arguments())
     shape = Shape(batch, group * kv_heads, kv_heads, q_len, kv_len, sizes)
     scale, data = float(pick((1.0, 1.0, 1.0, 0.3, -1.0, -2.5, 0.0, 4.0))), pick(("normal",) * 5 + ("large", "equal", "tiny"))
-    return Call(number, workload, shape, scale, data, pick(("contiguous", *STORAGES)))
+    storage = pick(("contiguous", *STORAGES))
+    if workload.lengths == "keys":
+        lengths = (tuple(int(pick((0, kv_len, rng.integers(kv_len + 1)))) for _ in range(batch)),)
+        return Call(number, workload, shape, scale, data, storage, lengths)
+    if workload.lengths == "packed":
+        cuts = rng.integers(1, 5)
+        tables = tuple((0, *sorted(map(int, rng.integers(total + 1, size=cuts))), total) for total in (q_len, kv_len))
+        longest = int(np.diff(tables[0]).max()) + int(pick((0, 0, 1, 200)))
+        return Call(number, workload, replace(shape, batch=1), scale, data, storage, (*tables, longest))
+    return Call(number, workload, shape, scale, data, storage)
+
+
+def workloads_with_lengths(kind):
+    """What calls with lengths of their own are drawn from: every mask, one pair of head dimensions and one type."""
+    return [Workload(*DIMS[0], "float32" if kind == "cpu" else "float16", mask, lengths) for mask in MASKS for lengths in ("keys", "packed")]
 
 
 def workloads_of(kind, dims=DIMS):
@@ -88,8 +116,9 @@ def workloads_of(kind, dims=DIMS):
 
 def wanted(call, inputs):
     """(O, LSE, largest error of O, of LSE) of a call on its inputs, as `judged` takes them."""
-    answers = reference.forward(call.workload, *inputs, call.rounded_scale, call.shape.mask)
-    return *answers, *reference.tolerances(call.workload, *inputs, call.rounded_scale, call.shape.mask, answers)
+    arguments = (call.workload, *inputs, call.rounded_scale, call.shape.mask)
+    answers = reference.forward(*arguments, call.given_lengths())
+    return *answers, *reference.tolerances(*arguments, answers, call.given_lengths())
 
 
 def judged(runs, answers_and_bounds):

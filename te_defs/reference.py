@@ -2,6 +2,7 @@
 import ml_dtypes
 import numpy as np
 
+from te_defs.lengths import slices
 from te_defs.masks import MASKS
 
 _NUMPY_DTYPE = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -44,11 +45,17 @@ def _softmax(s):
     return p, p.sum(axis=-1, keepdims=True), row_max
 
 
-def forward(workload, q, k, v, scale=None, mask=()):
+def forward(workload, q, k, v, scale=None, mask=(), lengths=()):
     """Attention in float64: O [B, N, H, DV] and LSE [B, H, N]. A row that sees no key has O = 0 and LSE = -inf.
 
-    q [B, N, H, D], k [B, M, G, D], v [B, M, G, DV]; scale defaults to 1 / sqrt(D); mask are the arguments of the workload's mask.
+    q [B, N, H, D], k [B, M, G, D], v [B, M, G, DV]; scale defaults to 1 / sqrt(D); mask are the arguments of the workload's mask, lengths
+    those of its lengths. With lengths, rows that belong to no batch entry are NaN.
     """
+    if lengths:
+        out, lse = np.full((*q.shape[:3], v.shape[3]), np.nan), np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan)
+        for entry, rows, keys in slices(workload.lengths, q.shape[1], k.shape[1], lengths, q.shape[0]):
+            out[entry, rows], lse[entry, :, rows] = forward(workload, q[entry, rows], k[entry, keys], v[entry, keys], scale, mask)
+        return out, lse
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     p, row_sum, row_max = _softmax(_scores(workload, q, k, q.shape[-1] ** -0.5 if scale is None else scale, mask))
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
@@ -117,14 +124,20 @@ def _errors_of_rounding(workload, q, k, v, out, scale, mask):
 LSE_TOLERANCE = 2e-5
 
 
-def tolerances(workload, q, k, v, scale=None, mask=(), answers=None):
+def tolerances(workload, q, k, v, scale=None, mask=(), answers=None, lengths=()):
     """(largest error that O may have, largest error of LSE relative to the size of LSE but at least absolute).
 
     That of O is twice that of `plain` on the same inputs plus one rounding step of the output type, that of LSE twice that of `plain` plus
     LSE_TOLERANCE. Where few scores matter `plain` may round well by luck: what rounding does anyhow is allowed in any case.
 
     answers  (O, LSE) in float64, where they are already known
+    lengths  the arguments of the workload's lengths; the largest errors of all batch entries
     """
+    if lengths:
+        parts = [(q[entry, rows], k[entry, keys], v[entry, keys])
+                 for entry, rows, keys in slices(workload.lengths, q.shape[1], k.shape[1], lengths, q.shape[0])]
+        bounds = [tolerances(workload, *part, scale, mask) for part in parts]
+        return tuple(max(bound) for bound in zip((0.0, LSE_TOLERANCE), *bounds))
     out, lse = forward(workload, q, k, v, scale, mask) if answers is None else answers
     if out.size == 0:
         return 0.0, LSE_TOLERANCE

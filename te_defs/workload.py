@@ -2,11 +2,12 @@
 import re
 from dataclasses import dataclass
 
+from te_defs.lengths import LENGTHS
 from te_defs.masks import MASKS
 
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _LONG_DTYPE = {short: dtype for dtype, short in DTYPES.items()}
-_NAME = re.compile(r"fwd_d(\d{1,4})_dv(\d{1,4})_(f16|bf16|f32)_([a-z_]+)")
+_NAME = re.compile(r"fwd_d(\d{1,4})_dv(\d{1,4})_(f16|bf16|f32)_([a-z_]+?)(_keys|_packed)?")
 
 
 class WorkloadError(ValueError):
@@ -21,12 +22,14 @@ class Workload:
     value_dim  channels DV of a value and of the output, likewise
     dtype      element type of Q, K, V and O: float16, bfloat16 or float32; sums are float32 in every case
     mask       name of a class in te_defs.masks, such as "full" or "causal"; its arguments arrive with each call
+    lengths    name of a class in te_defs.lengths: whose lengths batch entries have
     """
 
     head_dim: int
     value_dim: int
     dtype: str = "float16"
     mask: str = "full"
+    lengths: str = "uniform"
 
     def __post_init__(self):
         for name, size in (("head_dim", self.head_dim), ("value_dim", self.value_dim)):
@@ -36,11 +39,14 @@ class Workload:
             raise WorkloadError(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}: choose one of these")
         if self.mask not in MASKS:
             raise WorkloadError(f"mask must be one of {', '.join(MASKS)}, found {self.mask!r}: choose one of these")
+        if self.lengths not in LENGTHS:
+            raise WorkloadError(f"lengths must be one of {', '.join(LENGTHS)}, found {self.lengths!r}: choose one of these")
 
     @property
     def name(self):
         """The name that `parse` reads back; it is also the folder of the workload's tuning log."""
-        return f"fwd_d{self.head_dim}_dv{self.value_dim}_{DTYPES[self.dtype]}_{self.mask}"
+        suffix = "" if self.lengths == "uniform" else f"_{self.lengths}"
+        return f"fwd_d{self.head_dim}_dv{self.value_dim}_{DTYPES[self.dtype]}_{self.mask}{suffix}"
 
     @classmethod
     def parse(cls, name):
@@ -48,8 +54,8 @@ class Workload:
         found = _NAME.fullmatch(name)
         if found is None:
             raise WorkloadError(f"a workload is named like fwd_d128_dv128_f16_causal, found {name!r}: correct the name")
-        head_dim, value_dim, dtype, mask = found.groups()
-        return cls(int(head_dim), int(value_dim), _LONG_DTYPE[dtype], mask)
+        head_dim, value_dim, dtype, mask, suffix = found.groups()
+        return cls(int(head_dim), int(value_dim), _LONG_DTYPE[dtype], mask, suffix[1:] if suffix else "uniform")
 
 
 @dataclass(frozen=True)

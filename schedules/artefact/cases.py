@@ -4,20 +4,20 @@ They are read with NumPy alone. `<stem>.check.npz` holds one text array `index`,
 `<case>.q`, `.k`, `.v` (the workload's type; bfloat16 as the uint16 of its bits), `.out` and `.lse` (float64)::
 
     {"schema": 1, "workload": "fwd_d64_dv64_bf16_causal", "dtype": "bfloat16", "cases": [
-        {"name": "ragged", "scale": 0.125, "mask": [], "out_tolerance": 0.004, "lse_tolerance": 2e-05}, ...]}
+        {"name": "ragged", "scale": 0.125, "mask": [], "lengths": [], "out_tolerance": 0.004, "lse_tolerance": 2e-05}, ...]}
 
-`mask` holds the arguments that follow the scale in the call.
+`mask` and `lengths` hold the arguments that follow the scale in the call; a list in `lengths` is an int32 tensor.
 
 A kernel passes a case when |out - answer| <= out_tolerance and |lse - answer| <= lse_tolerance * max(|answer|, 1) everywhere, and rows
 whose answer is lse = -inf have exactly that and out = 0.
 """
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from te_defs import reference
+from te_defs import lengths, reference
 from te_defs.masks import MASKS
 from te_defs.workload import Shape
 
@@ -43,7 +43,8 @@ CHECK_SHAPES = {
 
 @dataclass(frozen=True)
 class CheckCase:
-    """Inputs q, k, v in the workload's type, scale and mask arguments, float64 answers out and lse, and the errors that are allowed."""
+    """Inputs q, k, v in the workload's type, scale, arguments of the mask and of the lengths, float64 answers out and lse, and the errors
+    that are allowed."""
 
     name: str
     q: np.ndarray
@@ -55,6 +56,7 @@ class CheckCase:
     lse: np.ndarray
     out_tolerance: float
     lse_tolerance: float
+    lengths: tuple = ()
 
 
 def check_cases(workload, seed=0):
@@ -62,11 +64,14 @@ def check_cases(workload, seed=0):
     one changes no other."""
     cases = []
     for (name, (shape, factor)), mask in zip(CHECK_SHAPES.items(), itertools.cycle(MASKS[workload.mask].samples)):
+        sizes, given = lengths.sample(workload.lengths, shape.batch, shape.q_len, shape.kv_len)
+        shape = replace(shape, **dict(zip(("batch", "q_len", "kv_len"), sizes)))
         q, k, v = reference.make_inputs(workload, shape, seed=[seed, *name.encode()])
         # The call hands the scale over as float32, so the answer is that of the rounded number.
         scale = float(np.float32(factor * workload.head_dim**-0.5))
-        out, lse = reference.forward(workload, q, k, v, scale, mask)
-        cases.append(CheckCase(name, q, k, v, scale, mask, out, lse, *reference.tolerances(workload, q, k, v, scale, mask, (out, lse))))
+        out, lse = reference.forward(workload, q, k, v, scale, mask, given)
+        bounds = reference.tolerances(workload, q, k, v, scale, mask, (out, lse), given)
+        cases.append(CheckCase(name, q, k, v, scale, mask, out, lse, *bounds, given))
     return tuple(cases)
 
 
@@ -74,12 +79,13 @@ def write_cases(path, workload, cases):
     """Write the cases of one workload to `path` in the form that the module describes."""
     fields = ("name", "scale", "mask", "out_tolerance", "lse_tolerance")
     index = {"schema": SCHEMA, "workload": workload.name, "dtype": workload.dtype,
-             "cases": [{field: getattr(case, field) for field in fields} for case in cases]}
+             "cases": [{**{field: getattr(case, field) for field in fields}, "lengths": [
+                 numbers if isinstance(numbers, int) else numbers.tolist() for numbers in case.lengths]} for case in cases]}
     arrays = {"index": np.array(json.dumps(index))}
     for case in cases:
-        for name in ("q", "k", "v"):
+        for name in ("q", "k", "v", "out", "lse"):
             array = getattr(case, name)
-            arrays[f"{case.name}.{name}"] = array.view(np.uint16) if workload.dtype == "bfloat16" else array
-        arrays[f"{case.name}.out"], arrays[f"{case.name}.lse"] = case.out, case.lse
+            array = array.view(np.uint16) if array.dtype == "bfloat16" else array
+            arrays[f"{case.name}.{name}"] = array[0] if workload.lengths == "packed" else array
     with open(path, "wb") as file:
         np.savez_compressed(file, **arrays)

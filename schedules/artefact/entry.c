@@ -15,6 +15,8 @@
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
  *   FLASHTIR_DTYPE_CODE, _BITS element type of q, k, v, out   FLASHTIR_DEVICE_TYPE  DLDeviceType of all tensors
  *   FLASHTIR_MASK_ARGUMENTS    names of the mask's arguments, each as a text with a comma behind it
+ *   FLASHTIR_LENGTHS, _TABLES  who says how many rows batch entries have, by te_defs.lengths: 0 the tensors, 1 key_lengths, 2 cu_seqlens;
+ *                              and the names of these tensors, like those of the mask's arguments
  *   FLASHTIR_CALL              names of all arguments, for messages
  *   FLASHTIR_MANIFEST          JSON text
  *
@@ -27,9 +29,12 @@
 #include <stdio.h>
 #include <string.h>
 #include <tvm/ffi/c_api.h>
+#include <tvm/ffi/extra/c_env_api.h>
 
 #include "artefact_config.h"
 #include "tensors.h"
+enum { TABLES = FLASHTIR_LENGTHS == PACKED ? 2 : FLASHTIR_LENGTHS == KEYS ? 1 : 0 };
+#include "lengths.h"
 
 /* Device code of one architecture: exact, as of sm_90a or of a plan that others have no room for, runs on its own compute capability only;
  * other code also on later minors. */
@@ -60,7 +65,8 @@ static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
 enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
 
 static const char *const kMaskArguments[] = {FLASHTIR_MASK_ARGUMENTS NULL};
-enum { SCALE = TENSORS, MASK, ARGUMENTS = MASK + sizeof kMaskArguments / sizeof *kMaskArguments - 1 };
+enum { SCALE = TENSORS, MASK, TABLE = MASK + sizeof kMaskArguments / sizeof *kMaskArguments - 1 };
+enum { ARGUMENTS = TABLE + TABLES + (FLASHTIR_LENGTHS == PACKED) };
 static int check_groups(int64_t heads, int64_t key_heads) {
   if (heads && (key_heads == 0 || heads % key_heads))
     return fail("ValueError", "q has %lld heads and k has %lld, wanted a multiple of the key heads in q", (long long)heads,
@@ -83,7 +89,7 @@ static int check_scale(const TVMFFIAny *arg, int *negative) {
 static int check_mask(const TVMFFIAny *args, TVMFFIAny *checked, const DLTensor plain[TENSORS]) {
   enum { TILE = 1024 }; /* more rows than a tile has, by which kernels look past the end */
   int64_t queries = plain[Q].shape[1], keys = plain[K].shape[1], most = INT32_MAX - TILE - (queries > keys ? queries : keys);
-  for (int i = MASK; i < ARGUMENTS; ++i) {
+  for (int i = MASK; i < TABLE; ++i) {
     const char *name = kMaskArguments[i - MASK];
     if (args[i].type_index != kTVMFFIInt) return fail("TypeError", "%s is %s, wanted an int", name, type_name(&args[i]));
     if (args[i].v_int64 < 0)
@@ -107,19 +113,13 @@ static void take_text(TVMFFIAny *value, char *text, size_t room) {
 static int capability_of(DLDevice device) {
   enum { COMPUTE_VERSION = 4, DEVICES = 64 };
   static _Atomic int known[DEVICES];
-  static const TVMFFIByteArray name = {"runtime.GetDeviceAttr", sizeof "runtime.GetDeviceAttr" - 1};
   bool kept = device.device_id >= 0 && device.device_id < DEVICES;
   if (kept && known[device.device_id]) return known[device.device_id];
 
-  TVMFFIObjectHandle get = NULL;
   TVMFFIAny args[] = {{.type_index = kTVMFFIInt, .v_int64 = device.device_type}, {.type_index = kTVMFFIInt, .v_int64 = device.device_id},
                       {.type_index = kTVMFFIInt, .v_int64 = COMPUTE_VERSION}};
   TVMFFIAny answer = {.type_index = kTVMFFINone};
-  if (TVMFFIFunctionGetGlobal(&name, &get)) return -1;
-  if (get == NULL) return fail("RuntimeError", "TVM's runtime was wanted, found no function %s: load libtvm_runtime.so first", name.data);
-  int failed = TVMFFIFunctionCall(get, args, 3, &answer);
-  TVMFFIObjectDecRef(get);
-  if (failed) return -1;
+  if (call_runtime("runtime.GetDeviceAttr", args, 3, &answer)) return -1;
 
   char text[32] = "";
   int major = 0, minor = 0;
@@ -137,11 +137,11 @@ static bool runs_on(const Variant *variant, int capability) {
   return FLASHTIR_DEVICE_TYPE == kDLCPU;
 }
 
-/* Whether a call has the queries that a variant is for: enough rows for its tiles, and tiles for all multiprocessors. The sizes of an empty
- * tensor can have any product. */
-static bool is_for(const Variant *variant, const DLTensor *q) {
-  double tiles = ceil((double)q->shape[1] / (double)variant->rows);
-  return q->shape[1] >= variant->queries && tiles * (double)q->shape[0] * (double)q->shape[2] >= (double)variant->tiles;
+/* Whether a call of some batch entries, with so many queries at most, has those that a variant is for: enough rows for its tiles, and tiles
+ * for all multiprocessors. The sizes of an empty tensor can have any product. */
+static bool is_for(const Variant *variant, int64_t batch, int64_t queries, int64_t heads) {
+  double tiles = ceil((double)queries / (double)variant->rows);
+  return queries >= variant->queries && tiles * (double)batch * (double)heads >= (double)variant->tiles;
 }
 
 /* Why a variant cannot serve a call, where the device is not the reason. */
@@ -173,7 +173,7 @@ static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], c
     if (view->span == 0) continue;
     if (view->odd >= 0 && !variant->strided)
       return refusal(variant, STRIDED, "%s has stride %lld in dimension %d, wanted %lld", name, (long long)view->strides[view->odd],
-                     view->odd, (long long)view->compact);
+                     view->odd - 1 + BATCH_AXES, (long long)view->compact);
     if (view->span > variant->max_elements)
       return refusal(variant, TOO_LARGE, "%s %s %s elements or more, wanted fewer", name, view->odd >= 0 ? "spans" : "has",
                      variant->beyond);
@@ -181,30 +181,33 @@ static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], c
       return refusal(variant, MISALIGNED, "%s starts %d bytes past a multiple of %d, wanted data aligned to %d bytes", name, past,
                      variant->alignment, variant->alignment);
     /* The generated host functions count each axis in 32 bits, and the strides of all but the batch. */
-    for (int axis = 0; axis < kWanted[i].rank; ++axis) {
+    for (int axis = 0; axis < plain[i].ndim; ++axis) {
       if (plain[i].shape[axis] > INT32_MAX)
-        return refusal(variant, TOO_LONG, "%s.shape[%d] is %lld, wanted less than 2^31", name, axis, (long long)plain[i].shape[axis]);
+        return refusal(variant, TOO_LONG, "%s.shape[%d] is %lld, wanted less than 2^31", name, axis - 1 + BATCH_AXES,
+                       (long long)plain[i].shape[axis]);
       if (variant->strided && axis > 0 && view->strides[axis] > INT32_MAX)
         return refusal(variant, TOO_FAR, "%s has stride %lld in dimension %d, wanted less than 2^31", name,
-                       (long long)view->strides[axis], axis);
-      if (view->odd >= 0 && axis < kWanted[i].rank - 1 && view->strides[axis] % step)
+                       (long long)view->strides[axis], axis - 1 + BATCH_AXES);
+      if (view->odd >= 0 && axis < plain[i].ndim - 1 && view->strides[axis] % step)
         return refusal(variant, MISALIGNED, "%s has stride %lld in dimension %d, wanted a multiple of %lld, which is %d bytes", name,
-                       (long long)view->strides[axis], axis, (long long)step, variant->alignment);
+                       (long long)view->strides[axis], axis - 1 + BATCH_AXES, (long long)step, variant->alignment);
     }
   }
   return (Refusal){variant, SERVES, ""};
 }
 
 /* The first variant that runs on the device and can serve these tensors; NULL where an error is set. `passed_over` receives why a better
- * one could not, if one runs on the device. `only`, where given, is the one to take, whatever calls it is for. */
-static const Variant *choose(const DLTensor plain[TENSORS], const View views[TENSORS], const Variant *only, Refusal *passed_over) {
+ * one could not, if one runs on the device. `only`, where given, is the one to take, whatever calls it is for. Batch entries are so many,
+ * with at most so many queries. */
+static const Variant *choose(const DLTensor plain[TENSORS], const View views[TENSORS], int64_t batch, int64_t queries, const Variant *only,
+                             Refusal *passed_over) {
   char device[32];
   int capability = FLASHTIR_DEVICE_TYPE == kDLCPU ? 0 : capability_of(plain[Q].device);
   Refusal strided = {NULL, SERVES, ""};
   passed_over->reason = SERVES;
   if (capability < 0) return NULL;
   for (const Variant *variant = kVariants; variant < kVariants + VARIANTS; ++variant) {
-    if (!runs_on(variant, capability) || (only ? variant != only : !is_for(variant, &plain[Q]))) continue;
+    if (!runs_on(variant, capability) || (only ? variant != only : !is_for(variant, batch, queries, plain[Q].shape[2]))) continue;
     Refusal why = consider(variant, plain, views);
     if (why.reason == SERVES) return variant;
     /* A kernel for contiguous tensors has a twin for views behind it: no more is to be said of it where there is another reason. */
@@ -230,7 +233,8 @@ static void say_once(const Refusal *why, const Variant *used) {
 static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result, const Variant *only) {
   const DLTensor *tensors[TENSORS];
   View views[TENSORS];
-  DLTensor plain[TENSORS];
+  DLTensor plain[TENSORS], tables[TABLES + 1];
+  int64_t shapes[TENSORS][MAX_RANK];
   TVMFFIAny checked[ARGUMENTS];
   Refusal passed_over;
   int negative = 0;
@@ -241,19 +245,17 @@ static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *
     if (tensors[i] == NULL) return fail("TypeError", "%s is %s, wanted a tensor", kWanted[i].name, type_name(&args[i]));
     if (check_type(&kWanted[i], tensors[i], tensors[Q]->device)) return -1;
     if (check_shape(&kWanted[i], tensors[i], tensors) || check_strides(&kWanted[i], tensors[i], &views[i])) return -1;
-    /* The kernel's host function gets the plainest form of each tensor: no offset, and no strides, which says compact, or those that
-     * matter. It would refuse an odd stride of an axis of size one, and the missing data of an empty tensor. */
-    plain[i] = *tensors[i];
-    plain[i].data = (char *)tensors[i]->data + tensors[i]->byte_offset;
-    plain[i].byte_offset = 0;
-    plain[i].strides = NULL;
+    if (i == OUT && check_places(&kWanted[i], tensors[i], &views[i])) return -1;
     checked[i] = (TVMFFIAny){.type_index = kTVMFFIDLTensorPtr, .v_ptr = &plain[i]};
   }
+  int64_t batch = tensors[Q]->shape[0], queries = tensors[Q]->shape[1];
+  if (TABLES && check_lengths(&args[TABLE], &checked[TABLE], tables, tensors[Q], tensors[K], &batch, &queries)) return -1;
+  for (int i = 0; i < TENSORS; ++i) plain[i] = plain_of(tensors[i], shapes[i], &views[i]);
   checked[SCALE] = args[SCALE];
-  const Variant *variant = choose(plain, views, only, &passed_over);
-  if (variant == NULL || check_groups(tensors[Q]->shape[2], tensors[K]->shape[2]) || check_scale(&args[SCALE], &negative)) return -1;
-  if (check_mask(args, checked, plain) || check_places(&kWanted[OUT], &plain[OUT], &views[OUT]) || check_memory(plain, views)) return -1;
-  if (views[LSE].span == 0) return 0;
+  const Variant *variant = choose(plain, views, batch, queries, only, &passed_over);
+  if (variant == NULL || check_groups(plain[Q].shape[2], plain[K].shape[2]) || check_scale(&args[SCALE], &negative)) return -1;
+  if (check_mask(args, checked, plain) || check_memory(plain, views)) return -1;
+  if (views[LSE].span == 0 || batch == 0 || queries == 0) return 0;
   if (views[K].span == 0) plain[K].data = plain[V].data = plain[Q].data;
   for (int i = Q; i <= OUT && variant->strided; ++i) plain[i].strides = views[i].strides;
   say_once(&passed_over, variant);

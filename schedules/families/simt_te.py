@@ -60,6 +60,8 @@ def decline(workload, arch):
     """Why this family does not take the workload, or None."""
     if workload.mask != "full":
         return f"a Tensor Expression cannot skip the key tiles that a {workload.mask} mask hides"
+    if workload.lengths != "uniform":
+        return f"a Tensor Expression cannot skip the key tiles that {workload.lengths} lengths leave out"
     return simt.decline(workload, arch)
 
 

@@ -210,7 +210,7 @@ def run(args):
         raise cli.UsageError("--rounds, --tokens, --hidden, --lengths and --milliseconds must be positive: correct them")
     if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
         raise cli.UsageError(f"--json must be a file in a folder that exists, found {str(args.json)!r}: correct the path")
-    workloads = [options.workload_of(text, device) for text in args.workload]
+    workloads = [options.uniform(options.workload_of(text, device)) for text in args.workload]
     cli.echo(**{**vars(args), "command": "bench", "workload": [workload.name for workload in workloads], "target": device.description})
     rows, left_out = [], {}
     with tempfile.TemporaryDirectory() as folder:

@@ -110,11 +110,13 @@ def build_artefacts(jobs):
         return list(pool.map(build_artefact, *zip(*jobs)))
 
 
-def answer(forward, inputs, scale, arguments=(), device=None, storage="contiguous"):
+def answer(forward, inputs, scale, arguments=(), device=None, storage="contiguous", lengths=(), without_batch=False):
     """(out, lse) of one call of an exported function as NumPy arrays; the outputs hold NaN before, as does what lies between views.
 
-    arguments  what follows the scale
-    storage    where q, k, v and out lie, one of te_defs.storage.STORAGES or EXPANDED
+    arguments      what follows the scale, but for the lengths
+    storage        where q, k, v and out lie, one of te_defs.storage.STORAGES or EXPANDED
+    lengths        the arguments of the workload's lengths: int32 arrays, then integers
+    without_batch  whether tensors are handed over without their batch axis, of size one, as artefacts for packed sequences want it
     Raises RuntimeError where something else than the elements of `out` was written.
     """
     q, _, v = inputs
@@ -125,7 +127,9 @@ def answer(forward, inputs, scale, arguments=(), device=None, storage="contiguou
         view.of(buffers[view.buffer])[:] = array
     lse = tvm.runtime.tensor(np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32), device)
     tensors = [tvm.runtime.tensor(buffer, device) for buffer in buffers]
-    forward(*(strided(tensors[view.buffer], view) for view in placed), lse, scale, *on_device(arguments, device))
+    main = [*(strided(tensors[view.buffer], view.without_batch() if without_batch else view) for view in placed),
+            lse._create_view(lse.shape[1:]) if without_batch else lse]
+    forward(*main, scale, *on_device((*arguments, *lengths), device))
     written = tensors[-1].numpy()
     found = placed[-1].of(written).copy()
     placed[-1].of(written)[:] = np.array(np.nan, dtype)

@@ -52,6 +52,13 @@ def workload_of(text, device):
     return cli.parse_workload(AUTO_WORKLOAD[device.kind] if text == "auto" else text)
 
 
+def uniform(workload):
+    """The workload, for commands that time kernels on batches whose entries are all as long as the tensors."""
+    if workload.lengths != "uniform":
+        raise cli.UsageError(f"a workload with uniform lengths is wanted, found {workload.name}: leave out its _{workload.lengths}")
+    return workload
+
+
 def tuned_plan(args, device, workload):
     """(family, plan, figures for a manifest) of the best record; LogError or UsageError where there is none that counts."""
     slug = getattr(args, "gpu", None) or device.slug

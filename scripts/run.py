@@ -97,9 +97,20 @@ def read_cases(path, name_of_workload):
 
 def call_arguments(q, k, v, device):
     """q, k, v on the device and outputs full of NaN, so that what is not written shows."""
-    out = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32).astype(q.dtype)
-    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
+    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, np.float32).astype(q.dtype)
+    lse = np.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), np.nan, np.float32)
     return [tvm.runtime.tensor(array, device) for array in (q, k, v, out, lse)]
+
+
+def length_arguments(lengths, device):
+    """What follows the other arguments, of batch entries with lengths of their own: lists as int32 tensors, and integers."""
+    return [tvm.runtime.tensor(np.array(numbers, np.int32), device) if isinstance(numbers, list) else numbers for numbers in lengths]
+
+
+def full_lengths(kind, batch, q_len, kv_len):
+    """The same for entries that are all as long as they can be."""
+    begins = [[b * size for b in range(batch + 1)] for size in (q_len, kv_len)]
+    return {"keys": [[kv_len] * batch], "packed": [*begins, q_len]}.get(kind, [])
 
 
 def check(forward, case, arrays, device):
@@ -112,13 +123,13 @@ def check(forward, case, arrays, device):
     extras = [tvm.runtime.tensor(tensor_of(value), device) if isinstance(value, str) else value for value in case["arguments"]]
     answer, lse_answer = arrays[f"{case['name']}.out"], arrays[f"{case['name']}.lse"]
     arguments = call_arguments(q, k, v, device)
-    forward(*arguments, case["scale"], *extras)
+    forward(*arguments, case["scale"], *extras, *length_arguments(case["lengths"], device))
     out, lse = (tensor.numpy().astype(np.float64) for tensor in arguments[3:])
     error = np.nan_to_num(np.abs(out - answer), nan=np.inf).max(initial=0)
     unseen = np.isneginf(lse_answer)
     if not error <= case["out_tolerance"]:
         return error, f"out is off by {error:.2e}, allowed are {case['out_tolerance']:.2e}"
-    if not np.isneginf(lse[unseen]).all() or out.swapaxes(1, 2)[unseen].any():
+    if not np.isneginf(lse[unseen]).all() or out.swapaxes(-3, -2)[unseen].any():
         return error, "a row that sees no key is not out = 0 and lse = -inf"
     lse, lse_answer = lse[~unseen], lse_answer[~unseen]
     if not (np.abs(lse - lse_answer) <= case["lse_tolerance"] * np.maximum(np.abs(lse_answer), 1)).all():
@@ -163,9 +174,14 @@ def measure(module, manifest, shape, numbers, seed, repeat, device):
     sizes = ((batch, q_len, heads, workload["head_dim"]), (batch, kv_len, kv_heads, workload["head_dim"]),
              (batch, kv_len, kv_heads, workload["value_dim"]))
     q, k, v = (rng.standard_normal(size, np.float32).astype(workload["dtype"]) for size in sizes)
+    kind = workload.get("lengths", "uniform")
+    given = length_arguments(full_lengths(kind, batch, q_len, kv_len), device)
+    if kind == "packed":
+        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     timer = module.time_evaluator(FORWARD, device, number=1, repeat=repeat, min_repeat_ms=20)
     extras = extra_arguments(manifest["arguments"], numbers, shape, rng, device)
-    times = [1e3 * seconds for seconds in timer(*call_arguments(q, k, v, device), workload["head_dim"] ** -0.5, *extras).results]
+    arguments = (*call_arguments(q, k, v, device), workload["head_dim"] ** -0.5, *extras, *given)
+    times = [1e3 * seconds for seconds in timer(*arguments).results]
     return statistics.median(times), min(times), max(times)
 
 

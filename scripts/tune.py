@@ -95,7 +95,7 @@ def run(args):
 def tune_all(args, stop):
     """Resolve the arguments and tune one workload after the other, until `stop()`."""
     logs, device = cli.log_folder(args.logs), cli.find_device(args.target)
-    workloads = [options.workload_of(text, device) for text in args.workload]
+    workloads = [options.uniform(options.workload_of(text, device)) for text in args.workload]
     minutes = args.minutes or (None if args.trials else MINUTES)
     limits = Limits(args.trials, None if minutes is None else 60 * minutes)
     length = args.length or LENGTH[device.kind]

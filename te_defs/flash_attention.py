@@ -17,11 +17,14 @@ Three choices make it schedulable for every family:
 * Row statistics have `row_lanes` columns. With 1 they are plain vectors. With 4 each column belongs to one lane of a quad, as in
   the m16n8k16 accumulator fragment: every lane keeps the statistics of its own columns and holds the combined value.
 """
+from dataclasses import replace
+
 import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
 from te_defs.integers import maximum, round_up
+from te_defs.lengths import LENGTHS
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -36,7 +39,7 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
     """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale, ...) -> None.
 
     B, N, M, H and G are symbolic; H must be a multiple of G. LSE and scale are float32, LSE in natural logarithm; what follows are
-    `workload.arguments`. Rows that see no key get O = 0 and LSE = -inf, or that of their sink.
+    `workload.arguments` and those of the lengths (te_defs.lengths). Rows that see no key get O = 0 and LSE = -inf, or that of their sink.
 
     q_tile          query rows of a tile (Br in the paper)
     kv_tile         key rows of a tile (Bc)
@@ -59,9 +62,13 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         raise ValueError(f"row_lanes must be 1 or 4, found {row_lanes}: choose one of these")
     arguments, dtype = [_parameter(argument, workload.dtype) for argument in workload.arguments], workload.dtype
     mask, score, sink = workload.modifiers(arguments)
+    lengths, SEQUENCES = LENGTHS[workload.lengths], workload.lengths == "packed"
+    tables = [tirx.decl_buffer((tirx.Var("numbers", "int32"),), "int32", name=name) for name in lengths.tensors]
+    operands = [value for value, argument in zip(arguments, workload.arguments) if argument.kind.axes]
+    arguments += [*tables, *(tirx.Var(name, "int32") for name in lengths.integers)]
     D, DV, LANES = workload.head_dim, workload.value_dim, row_lanes
     (PRODUCT_D, PRODUCT_DV), (TILE_D, TILE_DV) = ([round_up(size, step) for size in (D, DV)] for step in channel_steps)
-    QUAD, SLACK, SCALED = row_lanes == 4, max_slack > 0, score is not None
+    QUAD, SLACK, SCALED, READ = row_lanes == 4, max_slack > 0, score is not None, bool(tables)
     SEEN = "row_max_seen" if SLACK else "row_max_new"
     PAIR = 2 if QUAD else 1  # columns of a lane that stand side by side
     STEPS = kv_tile // (LANES * PAIR)
@@ -111,6 +118,15 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         kept = tirx.exp2(row_max_scaled - row_max)
         return row_max, total * kept + tirx.exp2(logit - row_max), kept
 
+    def whole_of(*buffers):
+        return [buffer[tuple(slice(0, size) for size in buffer.shape)] for buffer in buffers]
+
+    def part_of(b, N, M):
+        """Rows of batch entry b; what a table says of them is read once."""
+        part = lengths.part(b, N, M, *tables)
+        read = {name: value for name, value in vars(part).items() if not any(value is known for known in (b, 0, N, M))}
+        return replace(part, **{name: T.bind(value, var=tirx.Var(name, "int32")) for name, value in read.items()})
+
     def strides_of(name):
         """Strides of a view, in elements; None for a contiguous tensor."""
         axes = (("batch", "int64"), ("row", "int32"), ("head", "int32"))
@@ -126,16 +142,22 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         V = T.match_buffer(v, (entries, M, G, DV), dtype, strides=strides_of("V"), align=4)
         O = T.match_buffer(o, (entries, N, H, DV), dtype, strides=strides_of("O"), align=4)
         LSE = T.match_buffer(lse, (B, H, N), "float32", align=4)
-        for b, h, r in T.grid(B, G * parts if packed else H, (N + (queries - 1)) // queries):
+        sequences, longest = T.meta_var((tables[0].shape[0] - 1, arguments[-1]) if SEQUENCES else (B, N))
+        for b, h, r in T.grid(sequences, G * parts if packed else H, (longest + (queries - 1)) // queries):
             with T.sblock("attn"):
                 vb, vh, vr = T.axis.remap("SSS", [b, h, r])
                 # The last query tile first: under a causal mask it has the most keys, and a grid ends best on its short tiles.
-                q0 = T.meta_var(((N + (queries - 1)) // queries - 1 - vr) * queries)
+                if READ:  # TVM would name the rows that are touched by variables that are bound inside
+                    T.reads(whole_of(Q, K, V, *tables, *operands))
+                    T.writes(whole_of(O, LSE))
+                part = T.meta_var(part_of(vb, N, M))
+                n, m = T.meta_var((part.queries, part.keys))
+                q0 = T.meta_var(((longest + (queries - 1)) // queries - 1 - vr) * queries)
                 g = T.meta_var(vh // parts if packed else vh // (H // G))  # the key head of these query heads
                 first = T.meta_var(vh % parts * heads if packed else 0)
                 h0 = T.meta_var(g * (H // G) + first if packed else vh)
-                i0 = T.meta_var(mask.position(q0, N, M))
-                tiles = T.meta_var(T.max((mask.key_end(i0 + (queries - 1), M) + (kv_tile - 1)) // kv_tile, 1))
+                i0 = T.meta_var(mask.position(q0, n, m))
+                tiles = T.meta_var(T.max((mask.key_end(i0 + (queries - 1), m) + (kv_tile - 1)) // kv_tile, 1))
                 scale_log2 = T.meta_var(
                     T.float32(LOG2_E) if SCALED else T.max(T.fabs(scale), T.float32(SCALE_MIN)) * T.float32(LOG2_E))
                 Q_tile = T.sblock_alloc_buffer((q_tile, TILE_D), dtype)
@@ -147,8 +169,9 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                         with T.sblock("Q_load"):
                             vi, vc = T.axis.remap("SS", [i, c])
                             at = T.meta_var(place(vi))
-                            Q_tile[vi, vc] = T.if_then_else(exists(stands(vi, q0, first, N, H // G), vc, D, TILE_D),
-                                                            Q[vb, q0 + at[0], h0 + at[1], vc], T.cast(0.0, dtype))
+                            Q_tile[vi, vc] = T.if_then_else(
+                                exists(stands(vi, q0, first, n, H // G), vc, D, TILE_D),
+                                Q[part.entry, part.first_query + q0 + at[0], h0 + at[1], vc], T.cast(0.0, dtype))
                 with T.sblock("init"):
                     for i, c in T.grid(q_tile, PRODUCT_DV):
                         with T.sblock("O_acc_init"):
@@ -162,7 +185,7 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                         with T.sblock("row_sum_init"):
                             vi, vl = T.axis.remap("SS", [i, l])
                             row_sum[vi, vl] = T.float32(0)
-                for t in T.serial(turns(tiles, i0, M)):
+                for t in T.serial(turns(tiles, i0, m)):
                     with T.sblock("kv"):
                         vt = T.axis.opaque(T.max((M + (kv_tile - 1)) // kv_tile, 1), t)
                         k0 = T.meta_var((tiles - 1 - vt) * kv_tile)
@@ -184,12 +207,14 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                                 vj, vc = T.axis.remap("SS", [j, c])
                                 # Only the last tile can reach past the end, and it comes first.
                                 K_tile[vj, vc] = T.if_then_else(
-                                    exists(T.Or(vt >= 1, k0 + vj < M), vc, D, TILE_D), K[vb, k0 + vj, g, vc], T.cast(0.0, dtype))
+                                    exists(T.Or(vt >= 1, k0 + vj < m), vc, D, TILE_D),
+                                    K[part.entry, part.first_key + k0 + vj, g, vc], T.cast(0.0, dtype))
                         for j, c in T.grid(kv_tile, TILE_DV):
                             with T.sblock("V_load"):
                                 vj, vc = T.axis.remap("SS", [j, c])
                                 V_tile[vj, vc] = T.if_then_else(
-                                    exists(T.Or(vt >= 1, k0 + vj < M), vc, DV, TILE_DV), V[vb, k0 + vj, g, vc], T.cast(0.0, dtype))
+                                    exists(T.Or(vt >= 1, k0 + vj < m), vc, DV, TILE_DV),
+                                    V[part.entry, part.first_key + k0 + vj, g, vc], T.cast(0.0, dtype))
                         with T.sblock("qk"):
                             for i, j, c in T.grid(q_tile, kv_tile, PRODUCT_D):
                                 with T.sblock("S"):
@@ -202,16 +227,16 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                                 with T.sblock("S_masked"):
                                     vi, vj = T.axis.remap("SS", [i, j])
                                     at = T.meta_var(place(vi))
-                                    s = T.meta_var(modified(S[vi, vj], scale, vb, h0 + at[1], q0 + at[0], k0 + vj, N, M))
+                                    s = T.meta_var(modified(S[vi, vj], scale, vb, h0 + at[1], q0 + at[0], k0 + vj, n, m))
                                     if mask.exact:
-                                        if T.likely(whole(vt, tiles, i0, i0 + (queries - 1), M)):
+                                        if T.likely(whole(vt, tiles, i0, i0 + (queries - 1), m)):
                                             S_masked[vi, vj] = s
                                         else:
                                             S_masked[vi, vj] = T.if_then_else(
-                                                mask.keep(i0 + at[0], k0 + vj, M), s, -T.infinity("float32"))
+                                                mask.keep(i0 + at[0], k0 + vj, m), s, -T.infinity("float32"))
                                     else:
                                         S_masked[vi, vj] = T.if_then_else(
-                                            mask.at(vb).keep(i0 + at[0], k0 + vj, M), s, -T.infinity("float32"))
+                                            mask.at(vb).keep(i0 + at[0], k0 + vj, m), s, -T.infinity("float32"))
                             for i, l, s, p in T.grid(q_tile, LANES, STEPS, PAIR):
                                 with T.sblock("tile_max"):
                                     vi, vl, vs, vp = T.axis.remap("SSRR", [i, l, s, p])
@@ -304,16 +329,17 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                     for i, c in T.grid(q_tile, DV):
                         with T.sblock("O"):
                             vi, vc = T.axis.remap("SS", [i, c])
-                            T.where(stands(i, q0, first, N, H // G))
+                            T.where(stands(i, q0, first, n, H // G))
                             at = T.meta_var(place(vi))
-                            O[vb, q0 + at[0], h0 + at[1], vc] = T.cast(O_acc[vi, vc] * row_sum_inverse[vi, lane(vc)], dtype)
+                            O[part.entry, part.first_query + q0 + at[0], h0 + at[1], vc] = T.cast(
+                                O_acc[vi, vc] * row_sum_inverse[vi, lane(vc)], dtype)
                     for i, l in T.grid(q_tile, LANES):
                         with T.sblock("LSE"):
                             vi, vl = T.axis.remap("SS", [i, l])
-                            T.where(stands(i, q0, first, N, H // G))  # the lanes of a row store one value
+                            T.where(stands(i, q0, first, n, H // G))  # the lanes of a row store one value
                             at = T.meta_var(place(vi))
                             state = T.meta_var(with_sink(row_sum_total[vi, vl], row_max[vi, vl] * scale_log2, h0 + at[1]))
-                            LSE[vb, h0 + at[1], q0 + at[0]] = state[0] * T.float32(LN_2) + T.log(state[1])
+                            LSE[part.entry, h0 + at[1], part.first_query + q0 + at[0]] = state[0] * T.float32(LN_2) + T.log(state[1])
 
     return flash_attention if not arguments + sizes else tirx.PrimFunc(
         [*flash_attention.params, *arguments, *sizes], flash_attention.body, flash_attention.ret_type, flash_attention.attrs)

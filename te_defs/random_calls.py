@@ -1,5 +1,5 @@
 """Random calls, each drawn from its number alone, so that one which fails can be made again by whoever has the number."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class Call:
     scale    as a multiple of 1 / sqrt(D)
     data     "normal", "large" (scores of thousands), "equal" (all keys of a head are one) or "tiny" (denormal in float16)
     storage  where the tensors lie, one of te_defs.storage.STORAGES
+    lengths  the arguments of the workload's lengths: tuples of integers for the tensors, then the integers
     single   axes, as letters, that tensors behind the scale have with size one
     """
 
@@ -37,7 +38,8 @@ class Call:
     scale: float
     data: str
     storage: str
-    single: str
+    lengths: tuple = ()
+    single: str = ""
 
     @property
     def rounded_scale(self):
@@ -45,14 +47,19 @@ class Call:
         return float(np.float32(self.scale * self.workload.head_dim**-0.5))
 
     def __str__(self):
+        lengths = f", lengths {self.lengths}" if self.lengths else ""
         single = f", single {self.single}" if self.single else ""
-        return (f"call {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), "
-                f"{self.data} data, {self.storage}{single}")
+        return (f"call {self.number}: {self.workload.name}, {self.shape}, scale {self.scale} / sqrt(D), {self.data} data, {self.storage}"
+                f"{lengths}{single}")
 
     @property
     def arguments(self):
-        """What follows the scale."""
+        """What follows the scale, but for the lengths."""
         return make_arguments(self.workload, self.shape, self.number, self.single)
+
+    def given_lengths(self):
+        """The lengths as a call takes them, tensors as int32 arrays."""
+        return tuple(np.array(numbers, np.int32) if isinstance(numbers, tuple) else numbers for numbers in self.lengths)
 
     def rows_without_keys(self):
         """Whether there are queries that the mask shows no key."""
@@ -61,7 +68,13 @@ class Call:
         return bool(np.any(mask.key_end(i, m) <= mask.key_begin(i, m))) and n > 0
 
     def inputs(self):
-        """(q, k, v) in the workload's type."""
+        """(q, k, v) in the workload's type; keys past the length of their batch entry are NaN."""
+        q, k, v = self._values()
+        for b, length in enumerate(self.lengths[0] if self.workload.lengths == "keys" else ()):
+            k[b, length:], v[b, length:] = np.nan, np.nan
+        return q, k, v
+
+    def _values(self):
         q, k, v = reference.make_inputs(self.workload, self.shape, self.number)
         if self.data == "large":
             return q * q.dtype.type(30), k * k.dtype.type(30), v
@@ -89,8 +102,24 @@ def random_call(number, workloads):
                   for argument in workload.mask_class.arguments() if not argument.kind.axes)
     shape = Shape(batch, group * kv_heads, kv_heads, q_len, kv_len, sizes)
     scale, data = float(pick((1.0, 1.0, 1.0, 0.3, -1.0, -2.5, 0.0, 4.0))), pick(("normal",) * 5 + ("large", "equal", "tiny"))
-    storage, single = pick(("contiguous", *STORAGES)), "".join(axis for axis in AXES if rng.random() < 0.3)
-    return Call(number, workload, shape, scale, data, storage, single)
+    call = Call(number, workload, shape, scale, data, pick(("contiguous", *STORAGES)),
+                single="".join(axis for axis in AXES if rng.random() < 0.3))
+    if workload.lengths == "keys":
+        return replace(call, lengths=(tuple(int(pick((0, kv_len, rng.integers(kv_len + 1)))) for _ in range(batch)),))
+    if workload.lengths == "packed":
+        cuts = rng.integers(1, 5)
+        tables = tuple((0, *sorted(map(int, rng.integers(total + 1, size=cuts))), total) for total in (q_len, kv_len))
+        longest = int(np.diff(tables[0]).max()) + int(pick((0, 0, 1, 200)))
+        return replace(call, shape=replace(shape, batch=1), lengths=(*tables, longest))
+    return call
+
+
+def workloads_with_lengths(kind):
+    """What calls with lengths of their own are drawn from: every mask, one pair of head dimensions and one type; some with scores and
+    sinks."""
+    dtype = "float32" if kind == "cpu" else "float16"
+    return [Workload(*DIMS[0], dtype, mask, *features, lengths=lengths) for mask in MASKS for lengths, features in (
+        ("keys", ("softcap", True) if mask == "causal" else ()), ("packed", ("alibi", False) if mask == "prefix" else ()))]
 
 
 def workloads_of(kind, dims=DIMS):
@@ -104,8 +133,9 @@ def workloads_of(kind, dims=DIMS):
 
 def wanted(call, inputs):
     """(O, LSE, largest error of O, of LSE) of a call on its inputs, as `judged` takes them."""
-    answers = reference.forward(call.workload, *inputs, call.rounded_scale, call.arguments)
-    return *answers, *reference.tolerances(call.workload, *inputs, call.rounded_scale, call.arguments, answers)
+    arguments = (call.workload, *inputs, call.rounded_scale, call.arguments)
+    answers = reference.forward(*arguments, call.given_lengths())
+    return *answers, *reference.tolerances(*arguments, answers, call.given_lengths())
 
 
 def judged(runs, answers_and_bounds):

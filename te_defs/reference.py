@@ -2,6 +2,7 @@
 import ml_dtypes
 import numpy as np
 
+from te_defs.lengths import slices
 from te_defs.workload import element_type as numpy_dtype
 
 
@@ -50,11 +51,17 @@ def _softmax(workload, s, arguments):
     return p, p.sum(axis=-1, keepdims=True) + (0 if sink is None else np.exp(sink - row_max)), row_max
 
 
-def forward(workload, q, k, v, scale=None, arguments=()):
+def forward(workload, q, k, v, scale=None, arguments=(), lengths=()):
     """Attention in float64: O [B, N, H, DV] and LSE [B, H, N]. A row that sees no key has O = 0 and LSE = -inf, or that of its sink.
 
-    q [B, N, H, D], k [B, M, G, D], v [B, M, G, DV]; scale defaults to 1 / sqrt(D); arguments are the values of `workload.arguments`.
+    q [B, N, H, D], k [B, M, G, D], v [B, M, G, DV]; scale defaults to 1 / sqrt(D); arguments are the values of `workload.arguments`,
+    lengths those of its lengths. With lengths, rows that belong to no batch entry are NaN.
     """
+    if lengths:
+        out, lse = np.full((*q.shape[:3], v.shape[3]), np.nan), np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan)
+        for entry, rows, keys in slices(workload.lengths, q.shape[1], k.shape[1], lengths, q.shape[0]):
+            out[entry, rows], lse[entry, :, rows] = forward(workload, q[entry, rows], k[entry, keys], v[entry, keys], scale, arguments)
+        return out, lse
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     s = _scores(workload, q, k, q.shape[-1] ** -0.5 if scale is None else scale, arguments)
     p, row_sum, row_max = _softmax(workload, s, arguments)
@@ -108,8 +115,8 @@ def plain(workload, q, k, v, scale=None, arguments=()):
 def _errors_of_rounding(workload, q, k, v, out, scale, arguments):
     """Errors of O [B, N, H, DV] and LSE [B, H, N] to first order, where float32 rounds each step once: the sums of a score and of O by the
     sum of their products' magnitudes, the scaled score, its distance from the row's maximum, P (twice: no exponential is better than to one
-    unit), and P times a value. By errors of the scores O is off by the sum over keys of p * off * (v - O), which Cauchy and Schwarz bound by
-    two sums of products."""
+    unit), and P times a value. By errors of the scores O is off by the sum over keys of p * off * (v - O), which Cauchy and Schwarz bound
+    by two sums of products."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     scale, step = q.shape[-1] ** -0.5 if scale is None else scale, np.finfo(np.float32).eps / 2
     s = _scores(workload, q, k, scale, arguments)
@@ -126,14 +133,20 @@ def _errors_of_rounding(workload, q, k, v, out, scale, arguments):
 LSE_TOLERANCE = 2e-5
 
 
-def tolerances(workload, q, k, v, scale=None, arguments=(), answers=None):
+def tolerances(workload, q, k, v, scale=None, arguments=(), answers=None, lengths=()):
     """(largest error that O may have, largest error of LSE relative to the size of LSE but at least absolute).
 
     That of O is twice that of `plain` on the same inputs plus one rounding step of the output type, that of LSE twice that of `plain` plus
     LSE_TOLERANCE. Where few scores matter `plain` may round well by luck: what rounding does anyhow is allowed in any case.
 
     answers  (O, LSE) in float64, where they are already known
+    lengths  the arguments of the workload's lengths; the largest errors of all batch entries
     """
+    if lengths:
+        parts = [(q[entry, rows], k[entry, keys], v[entry, keys])
+                 for entry, rows, keys in slices(workload.lengths, q.shape[1], k.shape[1], lengths, q.shape[0])]
+        bounds = [tolerances(workload, *part, scale, arguments) for part in parts]
+        return tuple(max(bound) for bound in zip((0.0, LSE_TOLERANCE), *bounds))
     out, lse = forward(workload, q, k, v, scale, arguments) if answers is None else answers
     if out.size == 0:
         return 0.0, LSE_TOLERANCE

@@ -1,6 +1,6 @@
 """Where the elements of Q, K, V and O lie in memory: contiguous tensors, and the views that users make of others."""
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numpy.lib.stride_tricks import as_strided
 
@@ -19,6 +19,10 @@ class View:
     first: int
     shape: tuple
     strides: tuple
+
+    def without_batch(self):
+        """The only batch entry of the view."""
+        return replace(self, shape=self.shape[1:], strides=self.strides[1:])
 
     def of(self, array):
         """The view of a flat NumPy array."""

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from te_defs.arguments import AXES, PER_HEAD, Argument, Operand
+from te_defs.lengths import LENGTHS
 from te_defs.masks import MASKS, Mask
 from te_defs.scores import ScoreError, find_score, imported, prove
 
@@ -31,8 +32,9 @@ class Workload:
     mask       name of a class in te_defs.masks, such as "full" or "causal", or one of your own as "module:class"
     score      name of a class in te_defs.scores, such as "softcap", or a function or class of your own as "module:name"; "": none
     sink       whether each head has a sink: a logit that takes part in the softmax, with a value of zero
+    lengths    name of a class in te_defs.lengths: whose lengths batch entries have
 
-    The arguments of mask, score and sink arrive with each call.
+    The arguments of mask, score, sink and lengths arrive with each call.
     """
 
     head_dim: int
@@ -41,6 +43,7 @@ class Workload:
     mask: str = "full"
     score: str = ""
     sink: bool = False
+    lengths: str = "uniform"
 
     def __post_init__(self):
         for name, size in (("head_dim", self.head_dim), ("value_dim", self.value_dim)):
@@ -49,6 +52,8 @@ class Workload:
         if self.dtype not in DTYPES:
             raise WorkloadError(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}: choose one of these")
         _mask_class(self.mask)
+        if self.lengths not in LENGTHS:
+            raise WorkloadError(f"lengths must be one of {', '.join(LENGTHS)}, found {self.lengths!r}: choose one of these")
         try:
             if self.score:
                 prove(find_score(self.score))
@@ -57,11 +62,16 @@ class Workload:
         names = [argument.name for argument in self.arguments]
         if len(set(names)) < len(names):
             raise WorkloadError(f"the arguments of mask and score must have names of their own, found {', '.join(names)}: rename one")
+        by_row = [argument.name for argument in self.arguments if set(argument.kind.axes) - {"H"}]
+        if by_row and self.lengths != "uniform":
+            raise WorkloadError(f"tensors behind the scale must be by head alone where lengths are {self.lengths}, found {by_row[0]} by "
+                                "batch entry or row: use uniform lengths, or a function of rows")
 
     @property
     def name(self):
         """The name that `parse` reads back; it is also the folder of the workload's tuning log."""
-        features = "".join(f"+{feature}" for feature in (self.score, "sink" if self.sink else "") if feature)
+        features = (self.score, "sink" if self.sink else "", "" if self.lengths == "uniform" else self.lengths)
+        features = "".join(f"+{feature}" for feature in features if feature)
         return f"fwd_d{self.head_dim}_dv{self.value_dim}_{DTYPES[self.dtype]}_{self.mask}{features}"
 
     @property
@@ -87,9 +97,11 @@ class Workload:
                 Operand(arguments[scores]) if self.sink else None)
 
     def with_feature(self, feature):
-        """The workload with a feature more, as names have them behind a plus: "sink" or a score modification."""
+        """The workload with a feature more, as names have them behind a plus: "sink", lengths or a score modification."""
         if feature == "sink":
             return replace(self, sink=True)
+        if feature in LENGTHS:
+            return replace(self, lengths=feature)
         if self.score:
             raise WorkloadError(f"a workload takes one score modification, found {self.score} and {feature}: write one function of both")
         return replace(self, score=feature)

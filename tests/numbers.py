@@ -19,10 +19,13 @@ RAGGED = {
 }
 
 
-def run(function, workload, inputs, scale, mask=(), device=None, storage="contiguous"):
-    """(out, lse) of a compiled function (q, k, v, out, lse, scale, the mask's arguments); the outputs hold NaN before."""
+def run(function, workload, inputs, scale, mask=(), device=None, storage="contiguous", lengths=(), whole=False):
+    """(out, lse) of a compiled function (q, k, v, out, lse, scale, further arguments, those of the lengths); outputs hold NaN before.
+
+    whole  whether it is that of an artefact, which takes packed sequences without the batch axis
+    """
     assert all(x.dtype == reference.numpy_dtype(workload) for x in inputs)
-    return kernels.answer(function, inputs, float(scale), mask, device, storage)
+    return kernels.answer(function, inputs, float(scale), mask, device, storage, lengths, whole and workload.lengths == "packed")
 
 
 def verdict(function, workload, shape, scale_factor=1.0, seed=0):
@@ -37,8 +40,9 @@ def verdict(function, workload, shape, scale_factor=1.0, seed=0):
     return next((f"{complaint} ({workload.mask})" for complaint in complaints if complaint), None)
 
 
-def verdict_on(function, workload, inputs, scale, mask=(), device=None, storage="contiguous"):
+def verdict_on(function, workload, inputs, scale, mask=(), device=None, storage="contiguous", lengths=(), whole=False):
     """The same on given inputs (Q, K, V) with these arguments of the mask, laid out as one of te_defs.storage.STORAGES."""
-    answer, lse_answer = reference.forward(workload, *inputs, scale, mask)
-    out, lse = run(function, workload, inputs, scale, mask, device, storage)
-    return reference.mismatch(out, lse, answer, lse_answer, *reference.tolerances(workload, *inputs, scale, mask, (answer, lse_answer)))
+    answer, lse_answer = reference.forward(workload, *inputs, scale, mask, lengths)
+    out, lse = run(function, workload, inputs, scale, mask, device, storage, lengths, whole)
+    bounds = reference.tolerances(workload, *inputs, scale, mask, (answer, lse_answer), lengths)
+    return reference.mismatch(out, lse, answer, lse_answer, *bounds)

@@ -40,7 +40,8 @@ MODIFIED = [(family, Workload.parse(name)) for family, name in (
         (64, "f16", "tests.of_a_user:DocumentCausal"), (128, "f16", "causal+tests.of_a_user:halved_far_away"))),
     (wgmma, "fwd_d256_dv256_f16_full+softcap+sink"), (wgmma, "fwd_d80_dv80_f16_causal+softcap"))]
 CASES = [(family, workload) for family in FAMILIES if family.NAME != "cpu" for workload in WORKLOADS]
-CASES += [(wgmma, workload) for workload in WIDE] + MASKED + [(family, workload) for workload in PADDED for family in (mma, wgmma)] + MODIFIED
+CASES += [(wgmma, workload) for workload in WIDE] + MASKED + [(family, workload) for workload in PADDED for family in (mma, wgmma)]
+CASES += MODIFIED
 CASES += [(mma, workload) for workload in WIDE if (workload.dtype, workload.mask) == ("float16", "causal")]
 HALVES = [workload for workload in WORKLOADS + WIDE if workload.dtype == "float16"]
 LONG, CAUSAL = Workload(128, 128, "float16", "full"), Workload(128, 128, "float16", "causal")
@@ -177,13 +178,15 @@ class TestPacking:
     SHAPES = [Shape(2, 8, 2, 1, 300), Shape(1, 7, 1, 33, 129), Shape(3, 6, 2, 63, 200), Shape(1, 140, 2, 5, 77), Shape(1, 5, 1, 9, 0)]
 
     @pytest.mark.parametrize("storage", ["contiguous", "bhnd"])
-    @pytest.mark.parametrize("workload", [CAUSAL, Workload(64, 64, "bfloat16", "full", "bias", True), Workload(192, 128, "float16", "causal"),
-                                          Workload(40, 72, "bfloat16", "window", "alibi")], ids=name_of)
+    @pytest.mark.parametrize("workload", [CAUSAL, Workload(64, 64, "bfloat16", "full", "bias", True),
+                                          Workload(192, 128, "float16", "causal"), Workload(40, 72, "bfloat16", "window", "alibi")],
+                             ids=name_of)
     def test_numbers_and_bits(self, built, linked, arch, workload, storage):
         if mma.decline(workload, arch) is not None:
             pytest.skip(f"mma declines: {mma.decline(workload, arch)}")
         plan = mma.packed_plan(workload, arch)
-        function = linked(workload, built(mma, workload, plan, strided=True, packed=True), built(mma, workload, mma.default_plan(workload, arch), 2, True))
+        function = linked(workload, built(mma, workload, plan, strided=True, packed=True),
+                          built(mma, workload, mma.default_plan(workload, arch), 2, True))
         for shape in self.SHAPES:
             shape = replace(shape, mask=(50, 7) if workload.mask == "window" else ())
             inputs, arguments = reference.make_inputs(workload, shape), make_arguments(workload, shape)

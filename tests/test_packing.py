@@ -1,4 +1,4 @@
-"""Row tiles that the query heads of a group share: numbers for any ratio, the entry's arithmetic and choice, and the mma family's stages."""
+"""Row tiles that the query heads of a group share: numbers for any ratio, the entry's choice, and the mma family's stages."""
 from dataclasses import replace
 
 import numpy as np

@@ -5,9 +5,11 @@ They are read with NumPy alone. `<stem>.check.npz` holds one text array `index`,
 argument behind the scale::
 
     {"schema": 2, "workload": "fwd_d64_dv64_bf16_window+bias", "dtype": "bfloat16", "cases": [
-        {"name": "ragged", "scale": 0.125, "arguments": [16, 3, "bias"], "out_tolerance": 0.004, "lse_tolerance": 2e-05}, ...]}
+        {"name": "ragged", "scale": 0.125, "arguments": [16, 3, "bias"], "lengths": [],
+         "out_tolerance": 0.004, "lse_tolerance": 2e-05}, ...]}
 
-`arguments` are those that follow the scale in the call; a text names an array, here `ragged.bias`.
+`arguments` and `lengths` are those that follow the scale in the call; a text names an array, here `ragged.bias`, and a list in `lengths`
+is an int32 tensor.
 
 A kernel passes a case when |out - answer| <= out_tolerance and |lse - answer| <= lse_tolerance * max(|answer|, 1) everywhere, and rows
 whose answer is lse = -inf have exactly that and out = 0.
@@ -18,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from te_defs import reference
+from te_defs import lengths, reference
 from te_defs.workload import Shape, make_arguments
 
 SCHEMA = 2
@@ -43,7 +45,8 @@ CHECK_SHAPES = {
 
 @dataclass(frozen=True)
 class CheckCase:
-    """Inputs q, k, v in the workload's type, scale and what follows it, float64 answers out and lse, and the errors that are allowed."""
+    """Inputs q, k, v in the workload's type, scale and what follows it, float64 answers out and lse, the errors that are allowed, and the
+    arguments of the lengths."""
 
     name: str
     q: np.ndarray
@@ -55,6 +58,7 @@ class CheckCase:
     lse: np.ndarray
     out_tolerance: float
     lse_tolerance: float
+    lengths: tuple = ()
 
 
 def check_cases(workload, seed=0):
@@ -63,13 +67,15 @@ def check_cases(workload, seed=0):
     cases, sizes_to_be_one = [], itertools.cycle(("", "B", "BH", "N", "BHN", "M"))
     for (name, (shape, factor)), mask, single in zip(CHECK_SHAPES.items(), itertools.cycle(workload.mask_class.samples), sizes_to_be_one):
         own_seed = [seed, *name.encode()]
+        sizes, given = lengths.sample(workload.lengths, shape.batch, shape.q_len, shape.kv_len)
+        shape = replace(shape, mask=mask, **dict(zip(("batch", "q_len", "kv_len"), sizes)))
         q, k, v = reference.make_inputs(workload, shape, own_seed)
-        arguments = make_arguments(workload, replace(shape, mask=mask), own_seed, single)
+        arguments = make_arguments(workload, shape, own_seed, single)
         # The call hands the scale over as float32, so the answer is that of the rounded number.
         scale = float(np.float32(factor * workload.head_dim**-0.5))
-        out, lse = reference.forward(workload, q, k, v, scale, arguments)
-        tolerances = reference.tolerances(workload, q, k, v, scale, arguments, (out, lse))
-        cases.append(CheckCase(name, q, k, v, scale, arguments, out, lse, *tolerances))
+        out, lse = reference.forward(workload, q, k, v, scale, arguments, given)
+        bounds = reference.tolerances(workload, q, k, v, scale, arguments, (out, lse), given)
+        cases.append(CheckCase(name, q, k, v, scale, arguments, out, lse, *bounds, given))
     return tuple(cases)
 
 
@@ -78,11 +84,14 @@ def write_cases(path, workload, cases):
     fields, names = ("name", "scale", "out_tolerance", "lse_tolerance"), [argument.name for argument in workload.arguments]
     index = {"schema": SCHEMA, "workload": workload.name, "dtype": workload.dtype, "cases": [
         {**{field: getattr(case, field) for field in fields},
-         "arguments": [name if isinstance(value, np.ndarray) else value for name, value in zip(names, case.arguments)]} for case in cases]}
+         "arguments": [name if isinstance(value, np.ndarray) else value for name, value in zip(names, case.arguments)],
+         "lengths": [numbers if isinstance(numbers, int) else numbers.tolist() for numbers in case.lengths]} for case in cases]}
     arrays = {"index": np.array(json.dumps(index))}
     for case in cases:
-        tensors = {"q": case.q, "k": case.k, "v": case.v, "out": case.out, "lse": case.lse,
-                   **{name: value for name, value in zip(names, case.arguments) if isinstance(value, np.ndarray)}}
+        tensors = {name: getattr(case, name) for name in ("q", "k", "v", "out", "lse")}
+        if workload.lengths == "packed":
+            tensors = {name: array[0] for name, array in tensors.items()}
+        tensors |= {name: value for name, value in zip(names, case.arguments) if isinstance(value, np.ndarray)}
         for name, array in tensors.items():
             arrays[f"{case.name}.{name}"] = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
     with open(path, "wb") as file:

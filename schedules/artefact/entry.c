@@ -16,6 +16,8 @@
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
  *   FLASHTIR_DTYPE_CODE, _BITS element type of q, k, v, out   FLASHTIR_DEVICE_TYPE  DLDeviceType of all tensors
  *   FLASHTIR_EXTRAS            the arguments behind scale, those of mask, score modification and sink: for each an Extra with a comma behind it
+ *   FLASHTIR_LENGTHS, _TABLES  who says how many rows batch entries have, by te_defs.lengths: 0 the tensors, 1 key_lengths, 2 cu_seqlens;
+ *                              and the names of these tensors, each as a text with a comma behind it
  *   FLASHTIR_CALL              names of all arguments, for messages
  *   FLASHTIR_MANIFEST          JSON text
  *
@@ -28,10 +30,13 @@
 #include <stdio.h>
 #include <string.h>
 #include <tvm/ffi/c_api.h>
+#include <tvm/ffi/extra/c_env_api.h>
 
 #include "artefact_config.h"
 #include "tensors.h"
 #include "extras.h"
+enum { TABLES = FLASHTIR_LENGTHS == PACKED ? 2 : FLASHTIR_LENGTHS == KEYS ? 1 : 0 };
+#include "lengths.h"
 
 /* Device code of one architecture: exact, as of sm_90a or of a plan that others have no room for, runs on its own compute capability only;
  * other code also on later minors. */
@@ -61,7 +66,8 @@ FLASHTIR_VARIANTS(DECLARE)
 static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
 enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
 
-enum { SCALE = TENSORS, FIRST_EXTRA, ARGUMENTS = FIRST_EXTRA + EXTRAS };
+enum { SCALE = TENSORS, FIRST_EXTRA, TABLE = FIRST_EXTRA + EXTRAS };
+enum { ARGUMENTS = TABLE + TABLES + (FLASHTIR_LENGTHS == PACKED) };
 
 static int check_groups(int64_t heads, int64_t key_heads) {
   if (heads && (key_heads == 0 || heads % key_heads))
@@ -94,19 +100,13 @@ static void take_text(TVMFFIAny *value, char *text, size_t room) {
 static int capability_of(DLDevice device) {
   enum { COMPUTE_VERSION = 4, DEVICES = 64 };
   static _Atomic int known[DEVICES];
-  static const TVMFFIByteArray name = {"runtime.GetDeviceAttr", sizeof "runtime.GetDeviceAttr" - 1};
   bool kept = device.device_id >= 0 && device.device_id < DEVICES;
   if (kept && known[device.device_id]) return known[device.device_id];
 
-  TVMFFIObjectHandle get = NULL;
   TVMFFIAny args[] = {{.type_index = kTVMFFIInt, .v_int64 = device.device_type}, {.type_index = kTVMFFIInt, .v_int64 = device.device_id},
                       {.type_index = kTVMFFIInt, .v_int64 = COMPUTE_VERSION}};
   TVMFFIAny answer = {.type_index = kTVMFFINone};
-  if (TVMFFIFunctionGetGlobal(&name, &get)) return -1;
-  if (get == NULL) return fail("RuntimeError", "TVM's runtime was wanted, found no function %s: load libtvm_runtime.so first", name.data);
-  int failed = TVMFFIFunctionCall(get, args, 3, &answer);
-  TVMFFIObjectDecRef(get);
-  if (failed) return -1;
+  if (call_runtime("runtime.GetDeviceAttr", args, 3, &answer)) return -1;
 
   char text[32] = "";
   int major = 0, minor = 0;
@@ -124,12 +124,12 @@ static bool runs_on(const Variant *variant, int capability) {
   return FLASHTIR_DEVICE_TYPE == kDLCPU;
 }
 
-/* Whether a call has the queries that a variant is for: enough rows for its tiles, and tiles for all multiprocessors. The sizes of an empty
- * tensor can have any product. */
-static bool is_for(const Variant *variant, const DLTensor *q, const DLTensor *k) {
-  if (variant->packed && (q->shape[2] <= k->shape[2] || q->shape[1] >= variant->rows)) return false;
-  double tiles = ceil((double)q->shape[1] / (double)variant->rows);
-  return q->shape[1] >= variant->queries && tiles * (double)q->shape[0] * (double)q->shape[2] >= (double)variant->tiles;
+/* Whether a call of some batch entries, with so many queries at most, has those that a variant is for: enough rows for its tiles, and tiles
+ * for all multiprocessors. The sizes of an empty tensor can have any product. */
+static bool is_for(const Variant *variant, int64_t batch, int64_t queries, int64_t heads, int64_t key_heads) {
+  if (variant->packed && (heads <= key_heads || queries >= variant->rows)) return false;
+  double tiles = ceil((double)queries / (double)variant->rows);
+  return queries >= variant->queries && tiles * (double)batch * (double)heads >= (double)variant->tiles;
 }
 
 /* Why a variant cannot serve a call, where the device is not the reason. */
@@ -161,7 +161,7 @@ static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], c
     if (view->span == 0) continue;
     if (view->odd >= 0 && !variant->strided)
       return refusal(variant, STRIDED, "%s has stride %lld in dimension %d, wanted %lld", name, (long long)view->strides[view->odd],
-                     view->odd, (long long)view->compact);
+                     view->odd - 1 + BATCH_AXES, (long long)view->compact);
     if (view->span > variant->max_elements)
       return refusal(variant, TOO_LARGE, "%s %s %s elements or more, wanted fewer", name, view->odd >= 0 ? "spans" : "has",
                      variant->beyond);
@@ -169,30 +169,34 @@ static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], c
       return refusal(variant, MISALIGNED, "%s starts %d bytes past a multiple of %d, wanted data aligned to %d bytes", name, past,
                      variant->alignment, variant->alignment);
     /* The generated host functions count each axis in 32 bits, and the strides of all but the batch. */
-    for (int axis = 0; axis < kWanted[i].rank; ++axis) {
+    for (int axis = 0; axis < plain[i].ndim; ++axis) {
       if (plain[i].shape[axis] > INT32_MAX)
-        return refusal(variant, TOO_LONG, "%s.shape[%d] is %lld, wanted less than 2^31", name, axis, (long long)plain[i].shape[axis]);
+        return refusal(variant, TOO_LONG, "%s.shape[%d] is %lld, wanted less than 2^31", name, axis - 1 + BATCH_AXES,
+                       (long long)plain[i].shape[axis]);
       if (variant->strided && axis > 0 && view->strides[axis] > INT32_MAX)
         return refusal(variant, TOO_FAR, "%s has stride %lld in dimension %d, wanted less than 2^31", name,
-                       (long long)view->strides[axis], axis);
-      if (view->odd >= 0 && axis < kWanted[i].rank - 1 && view->strides[axis] % step)
+                       (long long)view->strides[axis], axis - 1 + BATCH_AXES);
+      if (view->odd >= 0 && axis < plain[i].ndim - 1 && view->strides[axis] % step)
         return refusal(variant, MISALIGNED, "%s has stride %lld in dimension %d, wanted a multiple of %lld, which is %d bytes", name,
-                       (long long)view->strides[axis], axis, (long long)step, variant->alignment);
+                       (long long)view->strides[axis], axis - 1 + BATCH_AXES, (long long)step, variant->alignment);
     }
   }
   return (Refusal){variant, SERVES, ""};
 }
 
 /* The first variant that runs on the device and can serve these tensors; NULL where an error is set. `passed_over` receives why a better
- * one could not, if one runs on the device. `only`, where given, is the one to take, whatever calls it is for. */
-static const Variant *choose(const DLTensor plain[TENSORS], const View views[TENSORS], const Variant *only, Refusal *passed_over) {
+ * one could not, if one runs on the device. `only`, where given, is the one to take, whatever calls it is for. Batch entries are so many,
+ * with at most so many queries. */
+static const Variant *choose(const DLTensor plain[TENSORS], const View views[TENSORS], int64_t batch, int64_t queries, const Variant *only,
+                             Refusal *passed_over) {
   char device[32];
   int capability = FLASHTIR_DEVICE_TYPE == kDLCPU ? 0 : capability_of(plain[Q].device);
   Refusal strided = {NULL, SERVES, ""};
   passed_over->reason = SERVES;
   if (capability < 0) return NULL;
   for (const Variant *variant = kVariants; variant < kVariants + VARIANTS; ++variant) {
-    if (!runs_on(variant, capability) || (only ? variant != only : !is_for(variant, &plain[Q], &plain[K]))) continue;
+    int64_t heads = plain[Q].shape[2], key_heads = plain[K].shape[2];
+    if (!runs_on(variant, capability) || (only ? variant != only : !is_for(variant, batch, queries, heads, key_heads))) continue;
     Refusal why = consider(variant, plain, views);
     if (why.reason == SERVES) return variant;
     /* A kernel for contiguous tensors has a twin for views behind it: no more is to be said of it where there is another reason. */
@@ -217,21 +221,22 @@ static void say_once(const Refusal *why, const Variant *used) {
 
 /* Number of further arguments of a kernel whose tiles the heads of a group share, and these: heads and queries of a tile, and tiles that a
  * query takes in a group. */
-enum { PACKED = 3 };
-static int pack(const Variant *variant, const DLTensor plain[TENSORS], TVMFFIAny further[PACKED]) {
+enum { HEAD_SIZES = 3 };
+static int pack(const Variant *variant, const DLTensor plain[TENSORS], TVMFFIAny further[HEAD_SIZES]) {
   if (!variant->packed) return 0;
   int64_t key_heads = plain[K].shape[2], group = key_heads ? plain[Q].shape[2] / key_heads : 1;
   int64_t heads = group < variant->rows ? group : variant->rows;
-  int64_t sizes[PACKED] = {heads, variant->rows / heads, (group + heads - 1) / heads};
-  for (int i = 0; i < PACKED; ++i) further[i] = (TVMFFIAny){.type_index = kTVMFFIInt, .v_int64 = sizes[i]};
-  return PACKED;
+  int64_t sizes[HEAD_SIZES] = {heads, variant->rows / heads, (group + heads - 1) / heads};
+  for (int i = 0; i < HEAD_SIZES; ++i) further[i] = (TVMFFIAny){.type_index = kTVMFFIInt, .v_int64 = sizes[i]};
+  return HEAD_SIZES;
 }
 
 static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result, const Variant *only) {
   const DLTensor *tensors[TENSORS];
   View views[TENSORS + EXTRAS];
-  DLTensor plain[TENSORS + EXTRAS];
-  TVMFFIAny checked[ARGUMENTS + PACKED];
+  DLTensor plain[TENSORS + EXTRAS], tables[TABLES + 1];
+  int64_t shapes[TENSORS][MAX_RANK];
+  TVMFFIAny checked[ARGUMENTS + HEAD_SIZES];
   Refusal passed_over;
   int negative = 0;
 
@@ -241,23 +246,21 @@ static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *
     if (tensors[i] == NULL) return fail("TypeError", "%s is %s, wanted a tensor", kWanted[i].name, type_name(&args[i]));
     if (check_type(&kWanted[i], tensors[i], tensors[Q]->device)) return -1;
     if (check_shape(&kWanted[i], tensors[i], tensors) || check_strides(&kWanted[i], tensors[i], &views[i])) return -1;
-    /* The kernel's host function gets the plainest form of each tensor: no offset, and no strides, which says compact, or those that
-     * matter. It would refuse an odd stride of an axis of size one, and the missing data of an empty tensor. */
-    plain[i] = *tensors[i];
-    plain[i].data = (char *)tensors[i]->data + tensors[i]->byte_offset;
-    plain[i].byte_offset = 0;
-    plain[i].strides = NULL;
+    if (i == OUT && check_places(&kWanted[i], tensors[i], &views[i])) return -1;
     checked[i] = (TVMFFIAny){.type_index = kTVMFFIDLTensorPtr, .v_ptr = &plain[i]};
   }
+  int64_t batch = tensors[Q]->shape[0], queries = tensors[Q]->shape[1];
+  if (TABLES && check_lengths(&args[TABLE], &checked[TABLE], tables, tensors[Q], tensors[K], &batch, &queries)) return -1;
+  for (int i = 0; i < TENSORS; ++i) plain[i] = plain_of(tensors[i], shapes[i], &views[i]);
   checked[SCALE] = args[SCALE];
-  const Variant *variant = choose(plain, views, only, &passed_over);
-  if (variant == NULL || check_groups(tensors[Q]->shape[2], tensors[K]->shape[2]) || check_scale(&args[SCALE], &negative)) return -1;
+  const Variant *variant = choose(plain, views, batch, queries, only, &passed_over);
+  if (variant == NULL || check_groups(plain[Q].shape[2], plain[K].shape[2]) || check_scale(&args[SCALE], &negative)) return -1;
   for (int i = 0; i < EXTRAS; ++i) {
     int place = FIRST_EXTRA + i;
-    if (check_extra(&kExtras[i], &args[place], tensors, &checked[place], &plain[TENSORS + i], &views[TENSORS + i])) return -1;
+    if (check_extra(&kExtras[i], &args[place], plain, &checked[place], &plain[TENSORS + i], &views[TENSORS + i])) return -1;
   }
-  if (check_places(&kWanted[OUT], &plain[OUT], &views[OUT]) || check_memory(plain, views)) return -1;
-  if (views[LSE].span == 0) return 0;
+  if (check_memory(plain, views)) return -1;
+  if (views[LSE].span == 0 || batch == 0 || queries == 0) return 0;
   if (views[K].span == 0) plain[K].data = plain[V].data = plain[Q].data;
   for (int i = Q; i <= OUT && variant->strided; ++i) plain[i].strides = views[i].strides;
   say_once(&passed_over, variant);

@@ -13,6 +13,7 @@ from schedules.artefact.cases import write_cases
 from schedules.artefact.manifest import call_arguments, to_json
 from schedules.build import kernel_names, signs
 from schedules.lowering.toolkit import run_c_compiler
+from te_defs.lengths import LENGTHS
 
 ENTRY = Path(__file__).with_name("entry.c")
 
@@ -107,6 +108,8 @@ def _config(workload, variants, manifest):
         "DTYPE_BITS": _code_and_bits(workload.dtype)[1],
         "DEVICE_TYPE": _DEVICE_TYPES[variants[0].arch.kind],
         "EXTRAS": "".join(f"{_extra_of(argument, workload)}, " for argument in workload.arguments),
+        "LENGTHS": list(LENGTHS).index(workload.lengths),
+        "TABLES": "".join(f"{json.dumps(name)}, " for name in LENGTHS[workload.lengths].tensors),
         "CALL": json.dumps(", ".join(call_arguments(workload))),
         # ASCII JSON has no escapes but \\ and \", which C reads alike.
         "MANIFEST": json.dumps(to_json(manifest)),

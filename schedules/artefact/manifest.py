@@ -5,6 +5,7 @@ from dataclasses import asdict
 import tvm
 import tvm_ffi
 
+from te_defs.lengths import LENGTHS
 from te_defs.workload import samples_of
 
 #: Raised when a field changes its meaning or goes away; new fields may come at any time.
@@ -13,7 +14,8 @@ SCHEMA = 3
 
 def call_arguments(workload):
     """Names of the arguments of the exported call, in their order."""
-    return "q", "k", "v", "out", "lse", "scale", *(argument.name for argument in workload.arguments)
+    lengths = LENGTHS[workload.lengths]
+    return "q", "k", "v", "out", "lse", "scale", *(argument.name for argument in workload.arguments), *lengths.tensors, *lengths.integers
 
 
 def describe(workload, variants, toolkit=None):

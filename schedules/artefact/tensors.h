@@ -4,6 +4,9 @@
 
 enum { Q, K, V, OUT, LSE, TENSORS };
 enum { MAX_RANK = 4 };
+/* FLASHTIR_LENGTHS: who says how many rows batch entries have. Packed tensors have no batch axis; kernels get one of size one. */
+enum { UNIFORM, KEYS, PACKED };
+enum { BATCH_AXES = FLASHTIR_LENGTHS == PACKED ? 0 : 1 };
 
 /* An argument of the mask, the score modification or the sink: an int from 0 up, a number, one above zero, or a tensor. Of a tensor, axes
  * holds a letter for each axis: B, H, N or M for as many as batch, heads, queries or keys, or for one. */
@@ -35,6 +38,17 @@ typedef struct {
 } Wanted;
 #define ELEMENT {FLASHTIR_DTYPE_CODE, FLASHTIR_DTYPE_BITS, 1}
 
+#if FLASHTIR_LENGTHS == 2
+static const Wanted kWanted[TENSORS] = {
+    {"q", "[queries, heads, head_dim]", ELEMENT, 3, {FREE, FREE, CONSTANT(FLASHTIR_HEAD_DIM)}},
+    {"k", "[keys, key_heads, head_dim]", ELEMENT, 3, {FREE, FREE, CONSTANT(FLASHTIR_HEAD_DIM)}},
+    {"v", "[keys, key_heads, value_dim]", ELEMENT, 3,
+     {SAME_AS(K, 0, "k.shape[0]"), SAME_AS(K, 1, "k.shape[1]"), CONSTANT(FLASHTIR_VALUE_DIM)}},
+    {"out", "[queries, heads, value_dim]", ELEMENT, 3,
+     {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 1, "q.shape[1]"), CONSTANT(FLASHTIR_VALUE_DIM)}},
+    {"lse", "[heads, queries]", {kDLFloat, 32, 1}, 2, {SAME_AS(Q, 1, "q.shape[1]"), SAME_AS(Q, 0, "q.shape[0]")}},
+};
+#else
 static const Wanted kWanted[TENSORS] = {
     {"q", "[batch, queries, heads, head_dim]", ELEMENT, 4, {FREE, FREE, FREE, CONSTANT(FLASHTIR_HEAD_DIM)}},
     {"k", "[batch, keys, key_heads, head_dim]", ELEMENT, 4, {SAME_AS(Q, 0, "q.shape[0]"), FREE, FREE, CONSTANT(FLASHTIR_HEAD_DIM)}},
@@ -45,6 +59,7 @@ static const Wanted kWanted[TENSORS] = {
     {"lse", "[batch, heads, queries]", {kDLFloat, 32, 1}, 3,
      {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 2, "q.shape[2]"), SAME_AS(Q, 1, "q.shape[1]")}, true},
 };
+#endif
 
 /* Raise an error of this kind; always -1, the ABI's "an error is set". */
 static int __attribute__((format(printf, 2, 3), cold)) fail(const char *kind, const char *format, ...) {
@@ -193,4 +208,21 @@ static int check_memory(const DLTensor *plain, const View *views) {
     }
   }
   return 0;
+}
+
+/* What the kernel's host function gets of a tensor: no offset, and no strides, which says compact, until somebody puts them in. It would
+ * refuse an odd stride of an axis of size one, and the missing data of an empty tensor. A packed tensor becomes the only batch entry of
+ * one with `shape`, and its view likewise. */
+static DLTensor plain_of(const DLTensor *tensor, int64_t shape[MAX_RANK], View *view) {
+  DLTensor plain = *tensor;
+  plain.data = (char *)tensor->data + tensor->byte_offset;
+  plain.byte_offset = 0;
+  plain.strides = NULL;
+  if (BATCH_AXES) return plain;
+  memcpy(shape + 1, tensor->shape, tensor->ndim * sizeof *shape);
+  memmove(view->strides + 1, view->strides, tensor->ndim * sizeof *shape);
+  shape[0] = 1, view->strides[0] = tensor->shape[tensor->ndim - 1];
+  view->odd += view->odd >= 0;
+  plain.shape = shape, ++plain.ndim;
+  return plain;
 }

@@ -62,6 +62,8 @@ def decline(workload, arch):
         return "score modifications and sinks are declared in the tiled function alone"
     if workload.mask != "full":
         return f"a Tensor Expression cannot skip the key tiles that a {workload.mask} mask hides"
+    if workload.lengths != "uniform":
+        return f"a Tensor Expression cannot skip the key tiles that {workload.lengths} lengths leave out"
     return simt.decline(workload, arch)
 
 

@@ -71,6 +71,8 @@ def decline(workload, arch):
         return f"{arch.name} has no wgmma (sm_90a has)"
     if workload.dtype not in intrinsics.PTX_DTYPE:
         return f"tensor cores take 16-bit inputs, not {workload.dtype}"
+    if workload.lengths != "uniform":
+        return f"its loads end with a tensor, not with the {workload.lengths} lengths of a batch entry"
     if min(workload.head_dim, workload.value_dim) < LEAST_DIM:
         return f"head dimensions must be at least {LEAST_DIM}, not {workload.head_dim} and {workload.value_dim}"
     return None

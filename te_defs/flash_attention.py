@@ -23,7 +23,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from te_defs.integers import maximum
-from te_defs.lengths import LENGTHS
+from te_defs.lengths import FIRST_ROW, LENGTHS
 from te_defs.masks import MASKS
 
 LOG2_E = 1.4426950408889634
@@ -86,6 +86,10 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         read = {name: value for name, value in vars(part).items() if not any(value is known for known in (b, 0, N, M))}
         return replace(part, **{name: T.bind(value, var=tirx.Var(name, "int32")) for name, value in read.items()})
 
+    def first_row_of(row):
+        """The first row of a tile, under a name where it may lie past the end of its sequence."""
+        return T.bind(row, var=tirx.Var(FIRST_ROW, "int32")) if packed else row
+
     def strides_of(name):
         """Strides of a view, in elements; None for a contiguous tensor."""
         axes = (("batch", "int64"), ("row", "int32"), ("head", "int32"))
@@ -114,7 +118,7 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                     T.writes(whole_of(O, LSE))
                 part = T.meta_var(part_of(vb, N, M))
                 n, m = T.meta_var((part.queries, part.keys))
-                q0 = T.meta_var(((longest + (q_tile - 1)) // q_tile - 1 - vr) * q_tile)
+                q0 = T.meta_var(first_row_of(((longest + (q_tile - 1)) // q_tile - 1 - vr) * q_tile))
                 g = T.meta_var(vh // (H // G))  # the key head of this query head
                 i0 = T.meta_var(mask.position(q0, n, m))
                 tiles = T.meta_var(T.max((mask.key_end(i0 + (q_tile - 1), m) + (kv_tile - 1)) // kv_tile, 1))
@@ -127,7 +131,8 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                     for i, c in T.grid(q_tile, D):
                         with T.sblock("Q_load"):
                             vi, vc = T.axis.remap("SS", [i, c])
-                            Q_tile[vi, vc] = T.if_then_else(q0 + vi < n, Q[part.entry, part.first_query + q0 + vi, vh, vc], T.cast(0.0, dtype))
+                            Q_tile[vi, vc] = T.if_then_else(
+                                q0 + vi < n, Q[part.entry, part.first_query + q0 + vi, vh, vc], T.cast(0.0, dtype))
                 with T.sblock("init"):
                     for i, c in T.grid(q_tile, DV):
                         with T.sblock("O_acc_init"):
@@ -283,7 +288,8 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                         with T.sblock("LSE"):
                             vi, vl = T.axis.remap("SS", [i, l])
                             T.where(q0 + i < n)  # the lanes of a row store one value
-                            LSE[part.entry, vh, part.first_query + q0 + vi] = row_max[vi, vl] * scale_log2 * T.float32(LN_2) + T.log(row_sum_total[vi, vl])
+                            LSE[part.entry, vh, part.first_query + q0 + vi] = (
+                                row_max[vi, vl] * scale_log2 * T.float32(LN_2) + T.log(row_sum_total[vi, vl]))
 
     return flash_attention if not arguments else tirx.PrimFunc(
         [*flash_attention.params, *arguments], flash_attention.body, flash_attention.ret_type, flash_attention.attrs)

@@ -9,13 +9,19 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of a batch entry: index of the entry in tensors [batch, rows, heads, channels], first row and number of queries and of keys."""
+    """The rows of a batch entry: its index in tensors [batch, rows, heads, channels], first row and number of queries and of keys."""
 
     entry: object
     first_query: object
     queries: object
     first_key: object
     keys: object
+
+
+#: Fields of a Part that are numbers of rows.
+SEQUENCE_ROWS = ("queries", "keys")
+#: What kernels call the first query of a tile in its sequence, where the tile may lie past the end.
+FIRST_ROW = "first_row"
 
 
 class Uniform:

@@ -103,7 +103,8 @@ def random_call(number, workloads):
 
 def workloads_with_lengths(kind):
     """What calls with lengths of their own are drawn from: every mask, one pair of head dimensions and one type."""
-    return [Workload(*DIMS[0], "float32" if kind == "cpu" else "float16", mask, lengths) for mask in MASKS for lengths in ("keys", "packed")]
+    dtype = "float32" if kind == "cpu" else "float16"
+    return [Workload(*DIMS[0], dtype, mask, lengths) for mask in MASKS for lengths in ("keys", "packed")]
 
 
 def workloads_of(kind, dims=DIMS):

@@ -20,7 +20,7 @@ RAGGED = {
 
 
 def run(function, workload, inputs, scale, mask=(), device=None, storage="contiguous", lengths=(), whole=False):
-    """(out, lse) of a compiled function (q, k, v, out, lse, scale, the mask's arguments, those of the lengths); the outputs hold NaN before.
+    """(out, lse) of a compiled function (q, k, v, out, lse, scale, arguments of mask and lengths); the outputs hold NaN before.
 
     whole  whether it is that of an artefact, which takes packed sequences without the batch axis
     """

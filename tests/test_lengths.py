@@ -2,17 +2,23 @@
 
 The host functions of these artefacts return a number instead of computing: what reaches them has passed all checks.
 """
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 from schedules.arch import cuda_arch
-from schedules.families import mma, simt_te, wgmma
+from schedules.families import mma, simt, simt_te, wgmma
 from schedules.lowering.bulk_loads import UNBOUNDED, WRAP
+from schedules.lowering.empty_tiles import EXISTS
 from te_defs import reference
 from te_defs.lengths import LENGTHS, sample, slices
 from te_defs.workload import Shape, Workload, WorkloadError
 from tests.stand_in_kernel import variant
 from tests.test_variants import link_numbers
+from tests.test_views import text_of  # noqa: F401, a fixture
 
 B, N, H, M, G = 3, 5, 4, 7, 2
 KEYS, PACKED = (Workload(16, 8, "float32", "full", lengths) for lengths in ("keys", "packed"))
@@ -124,6 +130,51 @@ class TestEntry:
         with pytest.raises(error) as caught:
             forward(workload, **changes)
         assert str(caught.value).startswith("flash_attention_forward: " + message)
+
+
+class TestWholeRows:
+    """Kernels that find sequences by the number of a row want batch entries of k and v whole rows apart."""
+
+    @pytest.fixture
+    def whole(self, tmp_path):
+        """Function (workload, k, v) -> what an artefact returns whose first variant wants this; the second does not."""
+        variants = [replace(variant(None, name=name, strided=True), whole_rows=name == "whole") for name in ("whole", "any")]
+
+        def make(workload, k, v, *lengths):
+            shapes = ((B, N, H, 16), (B, N, H, 8), (B, H, N)) if workload.lengths == "keys" else ((N, H, 16), (N, H, 8), (H, N))
+            q, out, lse = (np.ones(shape, "float32") for shape in shapes)
+            return link_numbers(variants, tmp_path, workload)(q, k, v, out, lse, 1.0, *lengths)
+        return make
+
+    def keys(self, width, between):
+        """[B, M, G, width] whose batch entries are M rows and `between` elements apart."""
+        entry = M * G * width + between
+        return as_strided(np.ones(B * entry, "float32"), (B, M, G, width), [4 * stride for stride in (entry, G * width, width, 1)])
+
+    @pytest.mark.parametrize("between, place", [(0, 1), (G * 16, 1), (8, 2)], ids=["contiguous", "a_row", "half_a_row"])
+    def test_of_key_lengths(self, whole, capfd, between, place):
+        assert whole(KEYS, self.keys(16, between), self.keys(8, 0), numbers(7, 0, 3)) == place
+        assert ("k has stride 232 in dimension 0, wanted a multiple of 32, that of dimension 1" in capfd.readouterr().err) == (place == 2)
+
+    def test_rows_that_are_one_in_memory(self, whole, capfd):
+        k = as_strided(np.ones(B * 32, "float32"), (B, M, G, 16), (128, 0, 64, 4))
+        assert whole(KEYS, k, self.keys(8, 0), numbers(7, 0, 3)) == 2
+        assert "k has stride 0 in dimension 1, wanted rows with places of their own" in capfd.readouterr().err
+
+    def test_packed_sequences_have_one_entry(self, whole):
+        k, v = (self.keys(width, 8)[0] for width in (16, 8))
+        assert whole(PACKED, k, v, numbers(0, 5), numbers(0, 7), 5) == 1
+
+
+class TestEmptyTiles:
+    @pytest.mark.parametrize("family, dtype, arch", [(mma, "f16", "sm_80"), (wgmma, "f16", "sm_90a"), (simt, "f32", "sm_80")],
+                             ids=["mma", "wgmma", "simt"])
+    def test_blocks_past_the_end_of_a_sequence_end_at_once(self, text_of, family, dtype, arch):
+        """The condition stands in front of the first barrier, copy and loop, and everything behind it is inside."""
+        text = text_of(family, f"fwd_d64_dv64_{dtype}_full_packed", arch, True)
+        head, body = re.split(r"\n  if \([^\n]*< \(queries \+ \d+\)\) \{\n", text, maxsplit=1)
+        assert not re.search(r"sync|cp_async|for \(", head.split("{", 1)[1]) and EXISTS not in head + body
+        assert body.rstrip().endswith("  }\n}") and "\n  if" not in body
 
 
 class TestRagged:

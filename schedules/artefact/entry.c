@@ -171,7 +171,9 @@ static Refusal consider_rows(const Variant *variant, const char *name, const DLT
   int64_t batch = plain->shape[0], rows = plain->shape[1], stride = view->strides[0], row = view->strides[1];
   if (rows >= MOST_IN_SEQUENCE)
     return refusal(variant, TOO_LONG, "%s.shape[%d] is %lld, wanted less than 2^30", name, BATCH_AXES, (long long)rows);
-  if (batch > 1 && (row == 0 || stride % row))
+  if (batch > 1 && row == 0)
+    return refusal(variant, MISALIGNED, "%s has stride 0 in dimension 1, wanted rows with places of their own", name);
+  if (batch > 1 && stride % row)
     return refusal(variant, MISALIGNED, "%s has stride %lld in dimension 0, wanted a multiple of %lld, that of dimension 1", name,
                    (long long)stride, (long long)row);
   if (batch > 1 && stride / row > (MOST - rows) / batch)

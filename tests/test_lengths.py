@@ -13,6 +13,7 @@ from schedules.arch import cuda_arch
 from schedules.families import mma, simt, simt_te, wgmma
 from schedules.lowering.bulk_loads import UNBOUNDED, WRAP
 from schedules.lowering.empty_tiles import EXISTS
+from scripts import cli, options
 from te_defs import reference
 from te_defs.lengths import LENGTHS, sample, slices
 from te_defs.workload import Shape, Workload, WorkloadError
@@ -62,6 +63,12 @@ class TestWorkload:
         assert all(family.decline(workload, arch) is None for family in (mma, wgmma) for workload in halves)
         assert "cannot skip the key tiles that packed lengths leave out" in simt_te.decline(halves[2], arch)
         assert wgmma.default_plan(halves[2], arch).blocks == 0 < wgmma.default_plan(halves[1], arch).blocks
+
+
+    def test_commands_that_time_want_uniform_lengths(self):
+        assert options.uniform(Workload(64, 64)) == Workload(64, 64)
+        with pytest.raises(cli.UsageError, match="uniform lengths is wanted, found fwd_d16_dv8_f32_full_keys: leave out its _keys"):
+            options.uniform(KEYS)
 
 
 class TestReference:

@@ -55,7 +55,7 @@ def workload_of(text, device):
 def uniform(workload):
     """The workload, for commands that time kernels on batches whose entries are all as long as the tensors."""
     if workload.lengths != "uniform":
-        raise cli.UsageError(f"a workload with uniform lengths is wanted, found {workload.name}: leave out its _{workload.lengths}")
+        raise cli.UsageError(f"a workload with uniform lengths is wanted, found {workload.name}: leave out its +{workload.lengths}")
     return workload
 
 

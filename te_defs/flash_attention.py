@@ -24,7 +24,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from te_defs.integers import maximum, round_up
-from te_defs.lengths import LENGTHS
+from te_defs.lengths import FIRST_ROW, LENGTHS
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -127,6 +127,10 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         read = {name: value for name, value in vars(part).items() if not any(value is known for known in (b, 0, N, M))}
         return replace(part, **{name: T.bind(value, var=tirx.Var(name, "int32")) for name, value in read.items()})
 
+    def first_row_of(row):
+        """The first row of a tile, under a name where it may lie past the end of its sequence."""
+        return T.bind(row, var=tirx.Var(FIRST_ROW, "int32")) if SEQUENCES else row
+
     def strides_of(name):
         """Strides of a view, in elements; None for a contiguous tensor."""
         axes = (("batch", "int64"), ("row", "int32"), ("head", "int32"))
@@ -152,7 +156,7 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
                     T.writes(whole_of(O, LSE))
                 part = T.meta_var(part_of(vb, N, M))
                 n, m = T.meta_var((part.queries, part.keys))
-                q0 = T.meta_var(((longest + (queries - 1)) // queries - 1 - vr) * queries)
+                q0 = T.meta_var(first_row_of(((longest + (queries - 1)) // queries - 1 - vr) * queries))
                 g = T.meta_var(vh // parts if packed else vh // (H // G))  # the key head of these query heads
                 first = T.meta_var(vh % parts * heads if packed else 0)
                 h0 = T.meta_var(g * (H // G) + first if packed else vh)

@@ -18,6 +18,12 @@ class Part:
     keys: object
 
 
+#: Fields of a Part that are numbers of rows.
+SEQUENCE_ROWS = ("queries", "keys")
+#: What kernels call the first query of a tile in its sequence, where the tile may lie past the end.
+FIRST_ROW = "first_row"
+
+
 class Uniform:
     """Every batch entry has all rows of the tensors.
 

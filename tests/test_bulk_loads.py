@@ -93,8 +93,8 @@ def test_a_tile_may_have_zeros_past_the_last_channel():
     assert bulk_loads.box_bytes(call) == ROWS * CHANNELS * 2, "zeros count too"
     map_ = tirx.Var("map", bulk_loads.tensor_map_type())
     barrier, address = (tirx.Var(name, "uint32") for name in ("barrier", "address"))
-    place = [tirx.IntImm("int32", number) for number in (5, 6, 7)]
-    loads = bulk_loads.load_instructions(call, map_, place, address, barrier, True)
+    place = [tirx.IntImm("int32", number) for number in (0, 99, 5, 6, 7)]
+    loads = bulk_loads.load_instructions(call, map_, place, tirx.IntImm("int32", 0), address, barrier, True)
     assert [[int(x) for x in load.args if isinstance(x, tirx.IntImm)][:4] for load in loads] == [[0, 5, 6, 7], [CHUNK, 5, 6, 7]]
 
 

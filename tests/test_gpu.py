@@ -102,9 +102,9 @@ def forward(arch, built, linked):
     return make
 
 
-def run(function, workload, inputs, scale, mask=(), storage="contiguous"):
+def run(function, workload, inputs, scale, mask=(), storage="contiguous", lengths=()):
     """(out, lse) from the GPU; the outputs hold NaN before."""
-    return numbers.run(function, workload, inputs, scale, mask, tvm.cuda(0), storage)
+    return numbers.run(function, workload, inputs, scale, mask, tvm.cuda(0), storage, lengths, whole=True)
 
 
 def check(function, workload, shape, factor=1.0):
@@ -194,6 +194,63 @@ class TestPacking:
             found, again = (run(function, workload, inputs, 0.1, arguments, storage=storage) for _ in range(2))
             assert reference.mismatch(*found, *answers, *reference.tolerances(workload, *inputs, 0.1, arguments, answers)) is None, shape
             assert all(a.tobytes() == b.tobytes() for a, b in zip(found, again))
+
+
+class TestLengths:
+    """Batch entries with lengths of their own; what belongs to nobody is NaN."""
+
+    CASES = [(family, Workload(d, dv, dtype, mask, lengths=lengths))
+             for lengths in ("keys", "packed") for mask in ("full", "causal", "window")
+             for family, d, dv, dtype in ((simt, 64, 64, "float32"), (mma, 128, 128, "float16"), (wgmma, 64, 64, "float16"),
+                                          (wgmma, 128, 128, "bfloat16"), (wgmma, 192, 128, "float16"))]
+    CASES += [(wgmma, Workload(d, d, "float16", "causal", lengths=lengths)) for d in (96, 256) for lengths in ("keys", "packed")]
+    Q_LENGTHS, K_LENGTHS = (270, 0, 1, 64, 600, 129, 5), (300, 40, 1, 0, 900, 128, 333)
+
+    def right(self, function, workload, inputs, lengths, storage):
+        for mask in MASKS[workload.mask].samples:
+            answers = reference.forward(workload, *inputs, 0.1, mask, lengths)
+            bounds = reference.tolerances(workload, *inputs, 0.1, mask, answers, lengths)
+            found = run(function, workload, inputs, 0.1, mask, storage, lengths)
+            assert reference.mismatch(*found, *answers, *bounds) is None, mask
+            again = run(function, workload, inputs, 0.1, mask, storage, lengths)
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(found, again))
+
+    @pytest.mark.parametrize("storage", STORAGES)
+    @pytest.mark.parametrize("family, workload", CASES, ids=name_of)
+    def test_numbers_and_bits(self, forward, family, workload, storage):
+        function = forward(family, workload, strided=True)
+        if workload.lengths == "keys":
+            lengths = np.array([*self.K_LENGTHS, *(700 - 7 * n for n in range(60))], np.int32)
+            q, k, v = reference.make_inputs(workload, Shape(len(lengths), 4, 2, 150, 900))
+            for b, length in enumerate(lengths):
+                k[b, length:], v[b, length:] = np.nan, np.nan
+            self.right(function, workload, (q, k, v), (lengths,), storage)
+        else:
+            lengths = [np.cumsum((0, *rows), dtype=np.int32) for rows in (self.Q_LENGTHS, self.K_LENGTHS)]
+            inputs = reference.make_inputs(workload, Shape(1, 4, 2, *(int(table[-1]) for table in lengths)))
+            self.right(function, workload, inputs, (*lengths, 600), storage)
+
+    @pytest.mark.parametrize("poison", [np.nan, np.inf])
+    @pytest.mark.parametrize("family, workload", [case for case in CASES if case[1].lengths == "packed"], ids=name_of)
+    def test_what_stands_in_other_sequences_does_not_leak(self, forward, family, workload, poison):
+        lengths = np.array([0, 140, 410, 500], np.int32), np.array([0, 150, 427, 600], np.int32), 270
+        q, k, v = reference.make_inputs(workload, Shape(1, 2, 2, 520, 640))
+        k[:, :150], k[:, 427:], v[:, :150], v[:, 427:], q[:, :140], q[:, 410:] = [poison] * 6
+        mask = MASKS[workload.mask].samples[0]
+        out, lse = run(forward(family, workload, strided=True), workload, (q, k, v), 0.1, mask, lengths=lengths)
+        alone, uniform = (q[:, 140:410], k[:, 150:427], v[:, 150:427]), replace(workload, lengths="uniform")
+        answers = reference.forward(uniform, *alone, 0.1, mask)
+        bounds = reference.tolerances(uniform, *alone, 0.1, mask, answers)
+        assert reference.mismatch(out[:, 140:410], lse[:, :, 140:410], *answers, *bounds) is None
+        assert np.isnan(out[:, 500:]).all() and np.isnan(lse[..., 500:]).all(), "rows of no sequence are left alone"
+
+    @pytest.mark.parametrize("family, workload", [case for case in CASES if case[1].mask == "causal"], ids=name_of)
+    def test_wrong_lengths_are_refused(self, forward, family, workload):
+        """They are read from the device before anything is launched."""
+        function, inputs = forward(family, workload, strided=True), reference.make_inputs(workload, Shape(1, 2, 2, 50, 60))
+        wrong = {"keys": (np.array([61], np.int32),), "packed": (np.array([0, 50], np.int32), np.array([0, 61], np.int32), 50)}
+        with pytest.raises(ValueError, match="is 61, wanted .* 60, the rows of k"):
+            run(function, workload, inputs, 0.1, (), lengths=wrong[workload.lengths])
 
 
 @pytest.fixture

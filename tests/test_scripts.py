@@ -208,10 +208,11 @@ class TestExportAndRun:
         assert (echoed(output)["archs"], [it["archs"] for it in echoed(output)["also"]]) == (["sm_90a"], [["sm_80", "sm_89"], ["sm_120"]])
         for kernel in ("kernel on sm_90a", "negative_scale_kernel on sm_90a", "variant2_kernel on sm_90a", "variant3_kernel on sm_90a"):
             assert re.search(rf"^attention_forward_{kernel}: \d+ registers, 0 bytes of spills", output, re.MULTILINE)
-        for kernel in ("variant4_kernel on sm_80", "variant4_kernel on sm_89", "variant5_kernel on sm_120"):
+        for kernel in ("variant4_kernel on sm_80", "variant5_kernel on sm_89", "variant6_kernel on sm_120", "variant7_kernel on sm_120"):
             assert re.search(rf"^attention_forward_{kernel}: \d+ registers", output, re.MULTILINE)
-        variants = [(it["family"], it["target"]["lowered_for"]) for it in read_manifest(path)["variants"]]
-        assert variants == [("wgmma", "sm_90a")] * 3 + [("mma", "sm_80"), ("mma", "sm_120")], "long sequences, short ones, small grids"
+        variants = [(it["family"], it["target"]["lowered_for"], it["serves"]["strided"]) for it in read_manifest(path)["variants"]]
+        assert variants == [("wgmma", "sm_90a", True)] * 3 + [("mma", name, strided) for name in ("sm_80", "sm_120")
+                                                              for strided in (False, True)], "long sequences, short ones, small grids"
 
     def test_further_variants_are_tuned_where_a_log_is(self):
         workload, args = Workload(64, 64, "float16", "full"), Namespace(plan="best", logs=None)

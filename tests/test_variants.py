@@ -44,14 +44,14 @@ def code_for(name, *archs, **limits):
     return variant(None, cuda_arch(archs[0]), [CompiledKernel(b"", archs, (), ())], name, **limits)
 
 
-def link_numbers(variants, folder):
-    """flash_attention_forward over host functions that return their place, or minus their place for scales below zero."""
+def link_numbers(variants, folder, workload=WORKLOAD):
+    """flash_attention_forward of a workload over host functions that return their place, or minus their place for scales below zero."""
     body = "(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) { result->type_index = kTVMFFIInt; result->v_int64 = "
     functions = [f"int __tvm_ffi_{name}{body}{sign * place}; return 0; }}"
                  for place in range(1, len(variants) + 1) for name, sign in zip(kernel_names(place), (1, -1))]
     source, library = folder / "numbers.c", folder / "numbers.so"
     source.write_text("\n".join(["#include <tvm/ffi/c_api.h>", *functions, ""]))
-    entry = compile_entry(WORKLOAD, variants, {}, folder)
+    entry = compile_entry(workload, variants, {}, folder)
     includes = [f"-I{path}" for path in (tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
     run_c_compiler(["-shared", "-fPIC", "-x", "c", *includes, str(source), "-x", "none", str(entry), "-o", str(library)])
     return tvm_ffi.load_module(str(library)).flash_attention_forward

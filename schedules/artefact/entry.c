@@ -11,6 +11,7 @@
  *                                queries, tiles, rows   it is for calls with at least so many queries, and tiles of so many query rows
  *                                strided        1 where it takes views with strides, 0 where contiguous tensors only
  *                                packed         1 where it is for grouped heads that share tiles, of fewer queries than `rows`
+ *                                whole_rows     1 where sequences inside tensors are found by the number of a row
  *                                codes          {major, minor, exact} for each architecture of its device code, then {0}
  *   FLASHTIR_ARCHS             the architectures of all variants, for messages
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
@@ -52,7 +53,7 @@ typedef struct {
   const char *beyond;
   int alignment;
   int64_t queries, tiles, rows;
-  int strided, packed;
+  int strided, packed, whole_rows;
   const Code *codes;
 } Variant;
 
@@ -61,8 +62,8 @@ typedef struct {
 #define DECLARE(name, kernel, negative, ...) \
   extern HostFunction kernel __attribute__((visibility("hidden"))), negative __attribute__((visibility("hidden")));
 FLASHTIR_VARIANTS(DECLARE)
-#define LIST(name, kernel, negative, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, ...) \
-  {name, kernel, negative, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, (const Code[]){__VA_ARGS__}},
+#define LIST(name, kernel, negative, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, ...) \
+  {name, kernel, negative, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, (const Code[]){__VA_ARGS__}},
 static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
 enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
 
@@ -151,6 +152,24 @@ static Refusal __attribute__((format(printf, 3, 4), cold)) refusal(const Variant
   return why;
 }
 
+/* Where a kernel finds sequences inside a tensor by the number of a row, batch entries with lengths must be whole rows apart, and the rows
+ * must be few enough for the TMA's coordinates. */
+static Refusal consider_rows(const Variant *variant, const char *name, const DLTensor *plain, const View *view) {
+  enum { MOST_IN_SEQUENCE = 1 << 30, MOST = 0x7FFF0000 };
+  int64_t batch = plain->shape[0], rows = plain->shape[1], stride = view->strides[0], row = view->strides[1];
+  if (rows >= MOST_IN_SEQUENCE)
+    return refusal(variant, TOO_LONG, "%s.shape[%d] is %lld, wanted less than 2^30", name, BATCH_AXES, (long long)rows);
+  if (batch > 1 && row == 0)
+    return refusal(variant, MISALIGNED, "%s has stride 0 in dimension 1, wanted rows with places of their own", name);
+  if (batch > 1 && stride % row)
+    return refusal(variant, MISALIGNED, "%s has stride %lld in dimension 0, wanted a multiple of %lld, that of dimension 1", name,
+                   (long long)stride, (long long)row);
+  if (batch > 1 && stride / row > (MOST - rows) / batch)
+    return refusal(variant, TOO_FAR, "%s has stride %lld in dimension 0, wanted all entries within 2^31 times that of dimension 1", name,
+                   (long long)stride);
+  return (Refusal){variant, SERVES, ""};
+}
+
 static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], const View views[TENSORS]) {
   /* Vector instructions of a CPU take any address; those of a GPU that the kernels use do not. */
   int64_t step = FLASHTIR_DEVICE_TYPE == kDLCPU ? 1 : variant->alignment / (FLASHTIR_DTYPE_BITS / 8);
@@ -168,6 +187,10 @@ static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], c
     if (past)
       return refusal(variant, MISALIGNED, "%s starts %d bytes past a multiple of %d, wanted data aligned to %d bytes", name, past,
                      variant->alignment, variant->alignment);
+    if (variant->whole_rows && (FLASHTIR_LENGTHS == PACKED ? i <= V : FLASHTIR_LENGTHS == KEYS && (i == K || i == V))) {
+      Refusal why = consider_rows(variant, name, &plain[i], view);
+      if (why.reason != SERVES) return why;
+    }
     /* The generated host functions count each axis in 32 bits, and the strides of all but the batch. */
     for (int axis = 0; axis < plain[i].ndim; ++axis) {
       if (plain[i].shape[axis] > INT32_MAX)

@@ -136,7 +136,7 @@ def _entry_of(variant, place, workload):
     beyond = f"2^{beyond.bit_length() - 1}" if beyond.bit_count() == 1 else str(beyond)
     codes = ["{%d, %d, %d}" % (*arch.capability, arch.exact or not variant.portable) for arch in map(cuda_arch, variant.archs)]
     return ", ".join([f'"{variant.name}"', *symbols, str(variant.max_elements), f'"{beyond}"', str(variant.alignment),
-                      *(str(int(field)) for field in astuple(variant.serves)), *codes, "{0}"])
+                      *(str(int(field)) for field in astuple(variant.serves)), str(int(variant.whole_rows)), *codes, "{0}"])
 
 
 def read_manifest(path):

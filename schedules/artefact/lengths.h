@@ -73,12 +73,13 @@ static int check_table(const char *name, const DLTensor *table, DLDevice first, 
   if (table->strides && table->shape[0] > 1 && table->strides[0] != 1)
     return fail("ValueError", "%s has stride %lld in dimension 0, wanted 1: pass a contiguous tensor", name,
                 (long long)table->strides[0]);
-  if (table->shape[0] > INT32_MAX) return fail("ValueError", "%s.shape[0] is %lld, wanted less than 2^31", name, (long long)table->shape[0]);
+  if (table->shape[0] > INT32_MAX)
+    return fail("ValueError", "%s.shape[0] is %lld, wanted less than 2^31", name, (long long)table->shape[0]);
   return 0;
 }
 
-/* The arguments of the lengths: tables, which get no offset in `plain`, and the most queries of a packed sequence. `sequences` and `longest`
- * receive the number of batch entries, and the queries of the longest. */
+/* The arguments of the lengths: tables, which get no offset in `plain`, and the most queries of a packed sequence. `sequences` and
+ * `longest` receive the number of batch entries, and the queries of the longest. */
 static int check_lengths(const TVMFFIAny *args, TVMFFIAny *checked, DLTensor *plain, const DLTensor *q, const DLTensor *k,
                          int64_t *sequences, int64_t *longest) {
   int64_t most_keys;

@@ -12,6 +12,11 @@ from te_defs.workload import samples_of
 SCHEMA = 3
 
 
+#: Axes of the tensors, named as in the declaration; T and S are the queries and keys of all packed sequences.
+LAYOUT = {"batch": {"q": "bnhd", "k": "bmgd", "v": "bmgd", "out": "bnhd", "lse": "bhn"},
+          "packed": {"q": "thd", "k": "sgd", "v": "sgd", "out": "thd", "lse": "ht"}}
+
+
 def call_arguments(workload):
     """Names of the arguments of the exported call, in their order."""
     lengths = LENGTHS[workload.lengths]
@@ -30,7 +35,7 @@ def describe(workload, variants, toolkit=None):
         "signature": f"flash_attention_forward({', '.join(call_arguments(workload))})",
         "workload": {"name": workload.name, **asdict(workload)},
         "arguments": _describe_arguments(workload),
-        "layout": {"q": "bnhd", "k": "bmgd", "v": "bmgd", "out": "bnhd", "lse": "bhn"},
+        "layout": LAYOUT["packed" if workload.lengths == "packed" else "batch"],
         "workspace_bytes": 0,
         "variants": [_describe_variant(variant) for variant in variants],
         "versions": {"tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__, "nvcc": toolkit and ".".join(map(str, toolkit.version))},

@@ -30,6 +30,8 @@ class Variant:
     max_elements  most elements that a tensor may reach over, from its first to its last in memory, below 2^60
     alignment     bytes that the data of tensors must start on a multiple of, and on a GPU every row
     serves        Calls that it is for; others are left to a later variant
+    whole_rows    whether sequences inside tensors are found by the number of a row: with key lengths, batch entries of k and v must then be
+                  whole rows apart
     portable      whether later minors of its compute capability have room for it; where not, its code runs on those that it names
     """
 
@@ -43,6 +45,7 @@ class Variant:
     alignment: int
     serves: Calls = Calls()
     portable: bool = True
+    whole_rows: bool = False
 
     @property
     def name(self):
@@ -64,4 +67,4 @@ def limits_of(family, kind):
 def variant_of(module, family, arch, plan, kernels=(), measured=None, serves=Calls(), portable=True):
     """Variant of a plan of a family module; the other arguments are fields of Variant, with a module that may be an Executable."""
     return Variant(getattr(module, "mod", module), family.NAME, arch, plan, tuple(kernels), measured, *limits_of(family, arch.kind), serves,
-                   portable)
+                   portable, getattr(family, "WHOLE_ROWS", False))

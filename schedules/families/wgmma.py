@@ -42,6 +42,8 @@ MAX_ELEMENTS = 2**40 - 1
 #: One kernel takes contiguous tensors and views: the host tells the strides of Q, K and V to the TMA, and only the store of O computes
 #: with some; the key loop is the same, instruction by instruction.
 STRIDED = (True,)
+#: The TMA finds the rows of a sequence by a row number, and has 31 bits for it.
+WHOLE_ROWS = True
 #: Local memory in the key loop would cost more than any tile gains.
 MAX_SPILL_BYTES = 0
 

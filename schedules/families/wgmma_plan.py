@@ -71,8 +71,6 @@ def decline(workload, arch):
         return f"{arch.name} has no wgmma (sm_90a has)"
     if workload.dtype not in intrinsics.PTX_DTYPE:
         return f"tensor cores take 16-bit inputs, not {workload.dtype}"
-    if workload.lengths != "uniform":
-        return f"its loads end with a tensor, not with the {workload.lengths} lengths of a batch entry"
     if min(workload.head_dim, workload.value_dim) < LEAST_DIM:
         return f"head dimensions must be at least {LEAST_DIM}, not {workload.head_dim} and {workload.value_dim}"
     return None
@@ -89,7 +87,7 @@ def default_plan(workload, arch):
     """The seed: the architecture row's plan for the head dimension and mask; at head dimensions that nobody has measured, with two
     warpgroups, as many keys as leave some registers, but no fewer where rows are whole lines."""
     order = order_of_work.TO_AND_FRO if workload.mask == "full" else order_of_work.FAIR
-    plan = WgmmaPlan(**arch.wgmma_seed[_row_key(workload, arch)], blocks=arch.peak.sms, order_of_work=order)
+    plan = _dealt(workload, WgmmaPlan(**arch.wgmma_seed[_row_key(workload, arch)], blocks=arch.peak.sms, order_of_work=order))
     if (workload.head_dim, workload.value_dim) in MEASURED:
         return _with_room(workload, plan)
     least = plan.kv_tile if plan.groups > 2 or _whole_lines(workload) else 16
@@ -105,6 +103,12 @@ def _with_room(workload, plan):
     if not any({"N", "M"} <= set(argument.kind.axes) for argument in arguments):
         return plan
     return plan.but(kv_tile=min(plan.kv_tile, 96 if workload.value_dim <= 128 else 48))
+
+
+def _dealt(workload, plan):
+    """The plan with a grid that suits the workload's lengths: that of packed sequences has a block for each tile, and those that lie past
+    the end of their sequence end at once. A persistent grid would deal tiles as if all sequences had the same number."""
+    return plan.but(blocks=0, shared_decode=0, query_stages=1) if workload.lengths == "packed" else plan
 
 
 def _whole_lines(workload):
@@ -131,7 +135,7 @@ def further_plans(workload, arch, plan, tuned_at=TUNED_AT):
     lengths = arch.wgmma_lengths.get(_row_key(workload, arch), ((SHORT + 1, {}), (0, {})))
     seed, home = default_plan(workload, arch), next(queries for queries, _ in lengths if queries <= tuned_at)
     one = dict(q_tile=intrinsics.GROUP_ROWS, blocks=0, shared_decode=0, query_stages=1, ping_pong=0, loader_registers=LOADER_REGISTERS[1])
-    plans = [(plan if queries == home else _with_room(workload, _with_loader(workload, seed.but(**changes))),
+    plans = [(plan if queries == home else _with_room(workload, _with_loader(workload, _dealt(workload, seed.but(**changes)))),
               Calls(queries, arch.peak.sms + 1, intrinsics.GROUP_ROWS)) for queries, changes in lengths]
     plans.append((plan.but(**one) if plan.groups > 1 else plan, Calls()))
     # Whatever is for one entry is for the next one, too.

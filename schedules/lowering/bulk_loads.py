@@ -4,6 +4,11 @@ A block annotated BULK_LOAD copies rows of a tensor [batch, rows, heads, channel
 the last row, and past the last channel where the chunks have more. `lower_bulk_loads` checks exactly this and puts an event in its place;
 `encode_tensor_map` has the host describe each tensor to the TMA by its run-time shape and strides (CUDA driver API,
 cuTensorMapEncodeTiled), in front of the launch.
+
+Where the rows are those of a sequence inside the tensor, a load must end with the sequence, and the TMA only knows ends of dimensions. Then
+the tensor is described by addresses that wrap round at 2^64 (the ragged tensors of Triton): in a dimension of WRAP rows a row stands at
+WRAP - size + row, so that whatever is past the sequence is past the dimension; a second one of the same stride moves the load to
+start + size, and a third, of stride 2^64 / WRAP less a row, takes back WRAP rows. Chunks are boxes of their own.
 """
 import tvm
 import tvm_ffi
@@ -15,10 +20,14 @@ from tvm.sym import Analyzer
 from schedules.intrinsics import events
 from schedules.intrinsics.wgmma import ELEMENT_BYTES
 from schedules.lowering.rewrite import function_pass, substitute
+from te_defs.lengths import SEQUENCE_ROWS
 
 BULK_LOAD = "flashtir.bulk_load"
 #: cuTensorMapEncodeTiled: no interleave, swizzle of 64 or 128 bytes, L2 promotion of 128 bytes, zeros past the end.
 INTERLEAVE_NONE, SWIZZLE, PROMOTE, FILL_ZERO = 0, {64: 2, 128: 3}, 2, 0
+
+#: Rows of the dimension at whose end the loads of a sequence are clipped, and the size of the two that move them.
+WRAP, UNBOUNDED = 1 << 30, 0x7FFF0000
 
 #: Cache policies as `createpolicy.fractional.L2` makes them: queries are read once, keys and values by every query tile.
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
@@ -65,7 +74,7 @@ def _with_body(block, body):
 
 def _event(block, ring):
     """bulk_load(ring, shared address, tensor, its rows, heads, batch, box rows, channels, chunk, strides of batch entries, rows and heads
-    in elements, first row, head, batch entry, tile)."""
+    in elements, first row and number of rows of the sequence, first row in it, head, batch entry, tile)."""
     rows, channels = block.body, block.body.body
     realize, ana = channels.body, Analyzer()
     store = realize.block.body
@@ -86,12 +95,17 @@ def _event(block, ring):
         ana.bind(loop.loop_var, tvm.ir.Range(loop.min, loop.extent))
     values = {iter_var.var: value for iter_var, value in zip(realize.block.iter_vars, realize.iter_values)}
     read, written = ([substitute(index, values) for index in indices] for indices in (load.indices, store.indices))
-    batch, row, head, _channel = (ana.simplify(substitute(index, {r: _int(0), c: _int(0)})) for index in read)
     size_batch, size_rows, heads, size_channels = load.source.shape
     size_batch, strides = getattr(size_batch, "value", size_batch), _strides(load.source)
+    size = _sequence_in(bound.b, size_rows)
+    left = substitute(bound.a - bound.b, values)  # below zero where the row exists
+    row = ana.simplify(substitute(left, {r: _int(0), c: _int(0)}) + size)
+    batch, place, head, _channel = (ana.simplify(substitute(index, {r: _int(0), c: _int(0)})) for index in read)
     chunks, box_rows, chunk = store.buffer.shape
-    _require(_equal(ana, read, (batch, row + r, head, c)), block, "a copy of whole rows one after the other", read)
-    _require(_equal(ana, [substitute(bound.a - bound.b, values)], [row + r - size_rows]), block, "bounded by the end of its tensor", bound)
+    first = ana.simplify(place - row)
+    _require(_equal(ana, read, (batch, place + r, head, c)), block, "a copy of whole rows one after the other", read)
+    _require(_equal(ana, [left], [row + r - size]) and (_is_sequence(size) or _equal(ana, [first], [_int(0)])), block,
+             "bounded by the end of its tensor", bound)
     _require(_equal(ana, written, (c // chunk, r, c % chunk)), block, "stored as [chunk, row, channel of the chunk]", written)
     _require(_equal(ana, (rows.extent, channels.extent), (box_rows, chunks * chunk)), block,
              "a copy of all rows of its tile and all channels", f"{rows.extent} rows and {channels.extent} channels")
@@ -103,9 +117,27 @@ def _event(block, ring):
     _require(exact, block, "bounded by the channels of its tensor", f"{channels.extent} channels, bound {channel_bound}")
     address = tirx.address_of(tirx.BufferLoad(store.buffer, [_int(0)] * 3))
     key_tile = events.key_tile() if ring != events.Q else _int(0)
-    row = row + tirx.max(1 - size_rows, _int(0))  # an empty tensor is described as one row, which must not be read
+    if not _is_sequence(size):
+        row = row + tirx.max(1 - size_rows, _int(0))  # an empty tensor is described as one row, which must not be read
     return events.bulk_load(_int(ring), address, load.source.data, size_rows, heads, size_batch, box_rows, size_channels, chunk,
-                            *strides, row, head, batch, key_tile)
+                            *strides, first, size, row, head, batch, key_tile)
+
+
+def _is_sequence(size):
+    """Whether a number of rows is that of a sequence inside the tensor: a variable that was bound to what a tensor of lengths says."""
+    return isinstance(size, tirx.Var) and size.name in SEQUENCE_ROWS
+
+
+def _sequence_in(expr, otherwise):
+    """The number of a sequence's rows in an expression."""
+    found = []
+    tvm_ffi.structural_walk(expr, (tirx.Var, lambda var: found.append(var) if _is_sequence(var) else None))
+    return found[0] if found else otherwise
+
+
+def in_sequence(call):
+    """Whether the rows of a bulk_load event are those of a sequence inside the tensor."""
+    return _is_sequence(call.args[14])
 
 
 def _strides(tensor):
@@ -128,6 +160,12 @@ def _in_one_box(channels, chunk):
     return int(channels) % int(chunk) == 0
 
 
+def tile_exists(call):
+    """Whether the tile of a bulk_load event has a row of its sequence."""
+    _first, size, row = call.args[13:16]
+    return row < size
+
+
 def tensor_map_type():
     """Type of a variable that holds a tensor map; in a kernel's parameters it stands for the map itself."""
     return T.handle("tensormap").ty
@@ -138,7 +176,8 @@ def encode_tensor_map(tensor_map, call, stand_in):
 
     Five dimensions from the inside: channel of a chunk, row, chunk, head, batch entry; without that of chunks, and with all channels in the
     first, where each chunk is a box of its own. No dimension may be zero, so an empty tensor counts as one of size one, whatever its
-    strides are; nothing of it is loaded, but the address must be one of the device: that of `stand_in`.
+    strides are; nothing of it is loaded, but the address must be one of the device: that of `stand_in`. Of a tensor that holds sequences
+    the five are channel, head and the three dimensions of rows that the module describes.
     """
     pointer, rows, heads, batch, box_rows, channels, chunk = call.args[3:10]
     empty = tirx.EQ(rows, _int(0))
@@ -149,7 +188,11 @@ def encode_tensor_map(tensor_map, call, stand_in):
     dims = [chunk, rows, _int(int(channels) // int(chunk)), heads, batch]
     strides = [row_bytes, _int(line), head_bytes, batch_bytes]
     box = [chunk, box_rows, _int(int(channels) // int(chunk)), _int(1), _int(1)]
-    if not _in_one_box(channels, chunk):
+    if in_sequence(call):
+        dims = [channels, heads, _int(WRAP), _int(UNBOUNDED), _int(UNBOUNDED)]
+        strides = [head_bytes, row_bytes, row_bytes, tirx.const(2**64 // WRAP, "int64") - row_bytes]
+        box = [chunk, _int(1), box_rows, _int(1), _int(1)]
+    elif not _in_one_box(channels, chunk):
         dims[0] = channels
         for sizes, place in ((dims, 2), (strides, 1), (box, 2)):
             del sizes[place]
@@ -163,14 +206,21 @@ def encode_tensor_map(tensor_map, call, stand_in):
     return tirx.SeqStmt([tirx.Bind(tensor_map, allocated), tirx.IfThenElse(empty, encode(stand_in), encode(pointer))])
 
 
-def load_instructions(call, tensor_map, coordinates, address, barrier, reused):
-    """The TMA instructions that bring the tile of a bulk_load event to a shared address and count its bytes on a barrier: one for a box
-    [1, 1, chunks, rows, chunk], or one for each chunk, a box [1, 1, rows, chunk].
+def rows_of_entry(call):
+    """Rows between the batch entries of the tensor of a bulk_load event, which its strides must make a whole number."""
+    batch_stride, row_stride, _head_stride = call.args[10:13]
+    return tirx.Cast("int32", tirx.truncdiv(batch_stride, tirx.Cast("int64", tirx.max(row_stride, _int(1)))))
 
-    coordinates  first row, head, batch entry
+
+def load_instructions(call, tensor_map, coordinates, entry_rows, address, barrier, reused):
+    """The TMA instructions that bring the tile of a bulk_load event to a shared address and count its bytes on a barrier: one for a box
+    [1, 1, chunks, rows, chunk], or one for each chunk, a box [1, 1, rows, chunk], or [1, 1, rows, 1, chunk] of a sequence.
+
+    coordinates  first row of the sequence and number of rows, first row in it, head, batch entry
+    entry_rows   rows between batch entries
     reused       whether other tiles of work read it again soon, so that it should stay in the L2 cache
     """
-    row, head, batch = coordinates
+    first, size, row, head, batch = coordinates
     policy = tirx.const(EVICT_LAST if reused else EVICT_FIRST, "uint64")
     box_rows, channels, chunk = map(int, call.args[7:10])
 
@@ -178,9 +228,13 @@ def load_instructions(call, tensor_map, coordinates, address, barrier, reused):
         instruction = f"cp.async.bulk.tensor.{len(place)}d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         return T.ptx[instruction](address, tirx.address_of(tensor_map), *place, barrier, policy)
 
-    if _in_one_box(channels, chunk):
+    if in_sequence(call):
+        place = head, WRAP - size + row, batch * entry_rows + first + size, WRAP
+    elif _in_one_box(channels, chunk):
         return [load(address, 0, row, 0, head, batch)]
-    return [load(address + tirx.const(number * box_rows * chunk * ELEMENT_BYTES, "uint32"), number * chunk, row, head, batch)
+    else:
+        place = row, head, batch
+    return [load(address + tirx.const(number * box_rows * chunk * ELEMENT_BYTES, "uint32"), number * chunk, *place)
             for number in range(_chunks(channels, chunk))]
 
 

@@ -7,6 +7,7 @@ import tvm_ffi
 from tvm import s_tir, tirx
 
 from schedules.lowering import pass_lists, rewrite
+from schedules.lowering.empty_tiles import mark_empty_tiles, skip_empty_tiles
 from schedules.lowering.polynomial_exp2 import polynomial_exp2
 
 #: Pass configuration that goes with the pipeline: the stock one.
@@ -91,6 +92,8 @@ pass_lists.register("flashtir_cpu", [
     drop_hints(),
     select_in_tiles(),
     polynomial_exp2(),
+    mark_empty_tiles(),
+    skip_empty_tiles(),
     *pass_lists.blocks_to_loops(),
     *pass_lists.flatten(),
     *pass_lists.loops_to_statements(hoist=[s_tir.transform.HoistIfThenElse()]),

@@ -8,6 +8,7 @@ from tvm import s_tir, tirx
 
 from schedules.lowering import pass_lists, rewrite
 from schedules.lowering.aligned_strides import aligned_strides
+from schedules.lowering.empty_tiles import mark_empty_tiles, skip_empty_tiles
 from schedules.lowering.software_pipeline import expand_order
 
 #: Pass configuration that goes with the pipeline.
@@ -15,6 +16,7 @@ CONFIG = {"tirx.use_async_copy": True, **pass_lists.UNROLLED_BY_NVCC}
 
 pass_lists.register("flashtir_mma", [
     expand_order(),
+    mark_empty_tiles(),
     *pass_lists.blocks_to_loops(),
     rewrite.async_copy(),
     *pass_lists.flatten(),
@@ -27,6 +29,7 @@ pass_lists.register("flashtir_mma", [
     rewrite.full_warp_mask(),
     rewrite.skip_rescale(),
     tirx.transform.ConvertSSA(),
+    skip_empty_tiles(),
     tirx.transform.StmtSimplify(),
     rewrite.truncated_division(),
 ])

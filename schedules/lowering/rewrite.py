@@ -256,7 +256,8 @@ __device__ __forceinline__ void flashtir_put(unsigned to, int value) {
 }
 
 
-def _is_extern(call, name):
+def is_extern(call, name):
+    """Whether an expression calls the external function of a name."""
     return is_call(call, "call_extern") and str(getattr(call.args[0], "value", "")) == name
 
 
@@ -268,7 +269,7 @@ class _Facts:
 
     def taken(self, loop_var, pairs, stmts):
         """The statements of a loop's body with the pairs bound where they are taken; None where the body takes nothing."""
-        at = next((n for n, stmt in enumerate(stmts) if isinstance(stmt, tirx.Evaluate) and _is_extern(stmt.value, TAKE_FACTS)), None)
+        at = next((n for n, stmt in enumerate(stmts) if isinstance(stmt, tirx.Evaluate) and is_extern(stmt.value, TAKE_FACTS)), None)
         if at is None:
             return None
         if len(pairs) * NUMBER_BYTES > FACT_BYTES:
@@ -280,7 +281,7 @@ class _Facts:
 
     def published(self, stmt):
         """What stands in the place of a PUBLISH_FACTS."""
-        if not _is_extern(stmt.value, PUBLISH_FACTS):
+        if not is_extern(stmt.value, PUBLISH_FACTS):
             return stmt
         address, iteration = stmt.value.args[1:]
         copies, stmts = {self.loop_var: iteration}, []

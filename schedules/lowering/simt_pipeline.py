@@ -10,6 +10,7 @@ from tvm import s_tir, tirx
 
 from schedules.lowering import pass_lists, rewrite
 from schedules.lowering.aligned_strides import aligned_strides
+from schedules.lowering.empty_tiles import mark_empty_tiles, skip_empty_tiles
 
 #: Pass configuration that goes with the pipeline: the stock one.
 CONFIG = {}
@@ -44,6 +45,7 @@ def guard_masked_tiles(func):
 
 
 pass_lists.register("flashtir_simt", [
+    mark_empty_tiles(),
     *pass_lists.blocks_to_loops(),
     *pass_lists.flatten(),
     aligned_strides(),
@@ -54,6 +56,7 @@ pass_lists.register("flashtir_simt", [
 ], device=[
     tirx.transform.LowerWarpMemory(),
     rewrite.full_warp_mask(),
+    skip_empty_tiles(),
     tirx.transform.StmtSimplify(),
     rewrite.hoist_divisions(),  # last: StmtSimplify puts the value of a binding back where it is used
 ])

@@ -6,6 +6,8 @@ keep the rest. What holds them together are rings: K and V have `stages` copies 
 one that says "empty"; Q has `query_stages`. A tile's number modulo the copies is its copy, its number divided by them the turn, whose last
 bit is the phase to wait for.
 """
+from dataclasses import fields
+
 import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
@@ -14,14 +16,18 @@ from tvm.script import tirx as T
 from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
 from schedules.intrinsics.wgmma import ELEMENT_BYTES, GROUP_WARPS
-from schedules.lowering import bulk_loads, order_of_work, rewrite
+from schedules.lowering import bulk_loads, order_of_work, rewrite, work_tiles
 from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
+from te_defs.lengths import FIRST_ROW, Part
 
 #: Fields of the plan that stand as annotations on block `attn`, and as attributes of the function later, behind PREFIX.
 KNOBS = ("stages", "query_stages", "ping_pong", "order_of_work", "shared_decode", "loader_registers")
 PREFIX = "flashtir."
 #: Mark of the loop over the work tiles of a block, where the grid is persistent.
 WAVES = "pragma_flashtir_waves"
+
+#: Variables that hold what tensors of lengths say of a batch entry.
+ROWS = (FIRST_ROW, *(field.name for field in fields(Part)))
 
 GROUP = LANES * GROUP_WARPS
 REGISTERS_PER_SM = 65536
@@ -83,7 +89,9 @@ def split_roles(func):
         roles, kernel = _launch(func, mark)
         queries = bulk_loads.tensor_of(roles.loads[events.Q])
         maps = (bulk_loads.encode_tensor_map(roles.maps[ring], call, stand_in=queries) for ring, call in roles.loads.items())
-        return _sequence([*maps, kernel])
+        entries = (tirx.Bind(roles.entry_rows[ring], bulk_loads.rows_of_entry(call)) for ring, call in roles.loads.items()
+                   if bulk_loads.in_sequence(call))
+        return _sequence([*maps, *entries, kernel])
 
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, launch)))
 
@@ -107,11 +115,14 @@ def _launch(func, grid):
             return mark.body
         return mark
 
-    program = _flat(tvm_ffi.structural_map(program, (tirx.AttrStmt, strip)))
+    program = work_tiles.flat(tvm_ffi.structural_map(program, (tirx.AttrStmt, strip)))
     allocations = [stmt for stmt in program if isinstance(stmt, tirx.AllocBuffer)]
     program = [stmt for stmt in program if not isinstance(stmt, tirx.AllocBuffer)]
     roles = _Roles(func, grid, program, threads)
-    body = roles.block()
+    body, queries = roles.block(), roles.loads[events.Q]
+    if bulk_loads.in_sequence(queries):  # blocks whose tile lies past the end of its sequence have no work
+        reads = [stmt for stmt in program if isinstance(stmt, tirx.Bind) and stmt.var.name in ROWS]
+        body = _sequence([*reads, tirx.IfThenElse(bulk_loads.tile_exists(queries), body, None)])
     for tag, extent in (("threadIdx.y", roles.warps + GROUP_WARPS), ("threadIdx.x", LANES)):
         old = threads[tag].node
         axis = tirx.IterVar(tvm.ir.Range(0, extent), old.var, old.iter_type, old.thread_tag)
@@ -123,35 +134,9 @@ def _launch(func, grid):
     return roles, tirx.AttrStmt(grid.node, grid.attr_key, grid.value, body)
 
 
-def _flat(stmt):
-    """Statements of nested sequences, one list."""
-    return [inner for part in stmt.seq for inner in _flat(part)] if isinstance(stmt, tirx.SeqStmt) else [stmt]
-
-
 def _sequence(stmts):
-    stmts = [inner for stmt in stmts for inner in _flat(stmt)]
+    stmts = [inner for stmt in stmts for inner in work_tiles.flat(stmt)]
     return stmts[0] if len(stmts) == 1 else tirx.SeqStmt(stmts)
-
-
-def _events_in(stmts, name):
-    """Calls of one event, in program order."""
-    found = []
-    for stmt in stmts:
-        tvm_ffi.structural_walk(stmt, (tvm.ir.Call, lambda call: found.append(call) if events.name_of(call) == name else None))
-    return found
-
-
-def _release_queries(work):
-    """A work tile's statements with an event behind the key loop: the scores are all computed, so the next tile's queries may come."""
-    last = max(n for n, stmt in enumerate(work) if _events_in([stmt], "wait_scores"))
-    return [*work[:last + 1], tirx.Evaluate(events.release(events.Q, 0)), *work[last + 1:]]
-
-
-def _keys_first(work):
-    """A work tile's statements with the queries loaded behind the first keys: these find room while the queries still wait for theirs."""
-    loads = [n for n, stmt in enumerate(work) if isinstance(stmt, tirx.Evaluate) and events.name_of(stmt.value) == "bulk_load"]
-    queries, keys = loads[:2]
-    return [*work[:queries], *work[queries + 1:keys + 1], work[queries], *work[keys + 1:]]
 
 
 class _Roles:
@@ -168,8 +153,9 @@ class _Roles:
         self.warps = int(threads["threadIdx.y"].value)
         self.groups = self.warps // GROUP_WARPS
         self.warp = tirx.Var("warp", "int32")
-        self.loads = {int(call.args[1]): call for call in _events_in(program, "bulk_load")}
+        self.loads = {int(call.args[1]): call for call in work_tiles.events_in(program, "bulk_load")}
         self.maps = {ring: tirx.Var(f"{events.RINGS[ring]}_map", bulk_loads.tensor_map_type()) for ring in self.loads}
+        self.entry_rows = {ring: tirx.Var(f"{events.RINGS[ring]}_entry_rows", "int32") for ring in self.loads}
         self.tile_bytes = {ring: bulk_loads.box_bytes(call) for ring, call in self.loads.items()}
         elements = self.offset(None) + bookkeeping_bytes(self.stages, self.query_stages) // ELEMENT_BYTES
         self.shared = tirx.decl_buffer((elements,), bulk_loads.tile_of(self.loads[events.Q]).dtype, "shared", scope="shared.dyn")
@@ -224,9 +210,9 @@ class _Roles:
         counts = tirx.decl_buffer((1,), "int32", "counts", scope="local")
         keys, loop, guard = tirx.BufferLoad(counts, [_number(0)]), self.waves, self.waves.body
         wave, blocks = loop.loop_var, int(self.grid.value)
-        work = _flat(guard.then_case if isinstance(guard, tirx.IfThenElse) else guard)
-        last_key_tile = _events_in(work, "wait_full")[-1].args[-1]
-        work = _release_queries(_keys_first(work))
+        work = work_tiles.flat(guard.then_case if isinstance(guard, tirx.IfThenElse) else guard)
+        last_key_tile = work_tiles.events_in(work, "wait_full")[-1].args[-1]
+        work = work_tiles.release_queries(work_tiles.keys_first(work))
         body = _sequence([self.cut(_sequence(work), loads, keys, wave), tirx.BufferStore(counts, keys + last_key_tile + 1, [_number(0)])])
         if isinstance(guard, tirx.IfThenElse):
             body = tirx.IfThenElse(guard.condition, body, _sequence(self.no_work(wave)) if loads and self.shared_decode else None)
@@ -284,6 +270,8 @@ class _Roles:
         if isinstance(stmt, tirx.AttrStmt):
             body = self.cut(stmt.body, loads, done, tiles)
             return body and tirx.AttrStmt(stmt.node, stmt.attr_key, stmt.value, body)
+        if isinstance(stmt, tirx.Bind) and loads:
+            return stmt if stmt.var.name in ROWS else None  # the loader reads the lengths of a batch entry for itself
         name = events.name_of(stmt.value) if isinstance(stmt, tirx.Evaluate) else None
         if (name == "bulk_load") != loads:
             return None
@@ -308,14 +296,14 @@ class _Roles:
         return tirx.truncmod(number, copies), tirx.truncmod(tirx.truncdiv(number, copies), _number(2))
 
     def bulk_load(self, done, tiles, ring, pointer, *rest):
-        ring, (row, head, batch, key_tile) = int(ring), rest[-4:]
+        ring, (*coordinates, key_tile) = int(ring), rest[-6:]
         copy, phase = self.turn(ring, done, tiles, key_tile)
         full, bytes_ = self.barrier(ring, copy, 0), self.tile_bytes[ring]
         address = T.cuda.cvta_generic_to_shared(pointer) + tirx.Cast("uint32", copy * bytes_)
         return [T.cuda.mbarrier_wait(self.barrier(ring, copy, 1), 1 - phase),
                 *([self.publish(tiles)] if ring == events.Q and self.shared_decode else []),
                 T.ptx.mbarrier.arrive.expect_tx.shared.b64(full, _number(bytes_, "uint32")),
-                *bulk_loads.load_instructions(self.loads[ring], self.maps[ring], (row, head, batch), address, full,
+                *bulk_loads.load_instructions(self.loads[ring], self.maps[ring], coordinates, self.entry_rows[ring], address, full,
                                               reused=ring != events.Q)]
 
     def wait_full(self, done, tiles, ring, key_tile):

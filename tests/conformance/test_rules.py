@@ -1,4 +1,6 @@
 """What attention means here, a test for each rule: asked of every family, and answered by the same numbers."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -146,6 +148,62 @@ class TestViews:
         for x in inputs:
             x[:] = x.take([0], EXPANDED[storage])
         assert ask.wrong(inputs, storage=storage) is None
+
+
+class TestLengths:
+    """Batch entries with lengths of their own: rows that belong to others, or to nobody, are NaN or infinite."""
+
+    MASKS = [("full", ()), ("causal", ()), ("window", (20, 3)), ("prefix", (30,)), ("causal_top_left", ())]
+
+    def forward(self, ask, mask, lengths):
+        workload = replace(ask.workload(mask), lengths=lengths)
+        if ask.engine.declines(workload) is not None:
+            pytest.skip(f"{ask.engine.name} declines: {ask.engine.declines(workload)}")
+        return ask.engine.forward(workload), workload
+
+    def wrong(self, ask, mask, sizes, inputs, lengths, storage="contiguous", name="keys"):
+        forward, workload = self.forward(ask, mask, name)
+        return verdict_on(forward, workload, inputs, 0.125, sizes, ask.engine.device, storage, lengths, ask.engine.whole)
+
+    @pytest.mark.parametrize("poison", [np.nan, np.inf])
+    @pytest.mark.parametrize("mask, sizes", MASKS, ids=str)
+    def test_keys_past_a_length_do_not_leak(self, ask, mask, sizes, poison):
+        """The mask is aligned with the length, not with the tensor."""
+        (q, k, v), lengths = ask.inputs(5, 2, 1, 90, 200), np.array([200, 0, 1, 77, 128], np.int32)
+        for b, length in enumerate(lengths):
+            k[b, length:], v[b, length:] = poison, poison
+        assert self.wrong(ask, mask, sizes, (q, k, v), (lengths,)) is None
+
+    @pytest.mark.parametrize("storage", STORAGES)
+    def test_of_views(self, ask, storage):
+        lengths = np.array([33, 70], np.int32)
+        assert self.wrong(ask, "causal", (), ask.inputs(2, 4, 2, 70, 70), (lengths,), storage) is None
+
+    @pytest.mark.parametrize("mask, sizes", MASKS, ids=str)
+    def test_sequences_lie_one_after_the_other(self, ask, mask, sizes):
+        q_lengths, k_lengths = (70, 0, 1, 33, 128, 5), (90, 40, 1, 0, 128, 200)
+        lengths = *(np.cumsum((0, *rows), dtype=np.int32) for rows in (q_lengths, k_lengths)), 128
+        inputs = ask.inputs(1, 2, 1, sum(q_lengths), sum(k_lengths))
+        assert self.wrong(ask, mask, sizes, inputs, lengths, name="packed") is None
+
+    @pytest.mark.parametrize("poison", [np.nan, np.inf])
+    @pytest.mark.parametrize("mask", ["full", "causal"])
+    def test_what_stands_in_other_sequences_does_not_leak(self, ask, mask, poison):
+        """The rows around the middle sequence, or past the last, are poisoned: it gives what it gives alone."""
+        lengths = np.array([0, 40, 110, 150], np.int32), np.array([0, 50, 127, 160], np.int32), 70
+        (forward, workload), (q, k, v) = self.forward(ask, mask, "packed"), ask.inputs(1, 2, 2, 170, 190)
+        k[:, :50], k[:, 127:], v[:, :50], v[:, 127:], q[:, :40], q[:, 110:] = [poison] * 6
+        out, lse = run(forward, workload, (q, k, v), 0.125, (), ask.engine.device, lengths=lengths, whole=ask.engine.whole)
+        alone = q[:, 40:110], k[:, 50:127], v[:, 50:127]
+        answers = reference.forward(ask.workload(mask), *alone, 0.125)
+        bounds = reference.tolerances(ask.workload(mask), *alone, 0.125, (), answers)
+        assert reference.mismatch(out[:, 40:110], lse[:, :, 40:110], *answers, *bounds) is None
+        assert np.isnan(out[:, 150:]).all() and np.isnan(lse[..., 150:]).all(), "rows of no sequence are left alone"
+
+    @pytest.mark.parametrize("storage", STORAGES)
+    def test_of_packed_views(self, ask, storage):
+        lengths = np.array([0, 40, 70], np.int32), np.array([0, 20, 70], np.int32), 60
+        assert self.wrong(ask, "causal", (), ask.inputs(1, 4, 2, 70, 70), lengths, storage, "packed") is None
 
 
 class TestNumbers:

@@ -73,7 +73,7 @@ class Alibi(Score):
         return 2.0 ** (-8 * np.arange(1, size[0] + 1) / size[0])
 
     def modify(self, s, b, h, i, j, q_len, kv_len):
-        return s - self.slopes[h] * tirx.abs(i + kv_len - q_len - j).astype("float32")
+        return s - self.slopes[h] * tirx.abs((i + kv_len - q_len - j).astype("float32"))
 
 
 @dataclass(frozen=True)

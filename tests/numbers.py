@@ -3,7 +3,6 @@ import numpy as np
 
 from scripts import kernels
 from te_defs import reference
-from te_defs.masks import MASKS
 from te_defs.workload import Shape
 
 #: Shapes that break kernels: no tile divides them, more queries than keys, one query, groups, no keys; with a scale factor each.
@@ -36,7 +35,7 @@ def verdict(function, workload, shape, scale_factor=1.0, seed=0):
     """
     scale, inputs = float(np.float32(scale_factor * workload.head_dim**-0.5)), reference.make_inputs(workload, shape, seed)
     complaints = (verdict_on(function, workload, inputs, scale, mask)
-                  for mask in ([shape.mask] if shape.mask else MASKS[workload.mask].samples))
+                  for mask in ([shape.mask] if shape.mask else workload.mask_class.samples))
     return next((f"{complaint} ({workload.mask})" for complaint in complaints if complaint), None)
 
 

@@ -111,7 +111,7 @@ def check(function, workload, shape, factor=1.0):
     """The numbers are right, with all samples of the mask, and the same bits come again."""
     inputs = reference.make_inputs(workload, shape)
     scale = float(np.float32(factor * workload.head_dim**-0.5))
-    for mask in MASKS[workload.mask].samples:
+    for mask in workload.mask_class.samples:
         arguments = make_arguments(workload, replace(shape, mask=mask), single="" if shape.q_heads % 2 else "BN")
         answer, lse_answer = reference.forward(workload, *inputs, scale, arguments)
         bounds = reference.tolerances(workload, *inputs, scale, arguments, (answer, lse_answer))

@@ -115,6 +115,20 @@ def test_division_truncates():
     assert result.numpy().tolist() == [3, 2, 0, 0]
 
 
+@pytest.mark.parametrize("dividend, other, quotient", [((7, 0), 3, 2), ((0, 7), 3, -3), ((2, 5), 3, -1), ((9, 1), 4, 2)])
+def test_a_dividend_that_may_be_negative_is_rounded_down(dividend, other, quotient):
+    """As the distance of a key from its query may be, of which TVM's simplifier makes quotients where it is compared with zero."""
+    @T.prim_func
+    def divided(a: T.handle, x: T.int32, y: T.int32, z: T.int32):
+        A = T.match_buffer(a, (2,), "int32")
+        A[0] = (x - y) // z
+        A[1] = (x + y * -1) % z
+    mod = rewrite.truncated_division()(tvm.IRModule({"main": divided.with_attr("global_symbol", "main")}))
+    found = tvm.runtime.tensor(np.zeros(2, np.int32))
+    tvm.compile(mod, "llvm")(found, *dividend, other)
+    assert found.numpy().tolist() == [quotient, (dividend[0] - dividend[1]) % other]
+
+
 @T.prim_func
 def divided_in_a_loop(a: T.handle, n: T.int32, g: T.int32):
     A = T.match_buffer(a, (64,), "int32")

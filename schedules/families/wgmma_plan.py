@@ -86,7 +86,9 @@ def _row_key(workload, arch):
 def default_plan(workload, arch):
     """The seed: the architecture row's plan for the head dimension and mask; at head dimensions that nobody has measured, with two
     warpgroups, as many keys as leave some registers, but no fewer where rows are whole lines."""
-    order = order_of_work.TO_AND_FRO if workload.mask == "full" else order_of_work.FAIR
+    # Where rows see as many keys as others there is nothing to deal fairly.
+    even = workload.mask == "full" or not workload.mask_class.from_start
+    order = order_of_work.TO_AND_FRO if even else order_of_work.FAIR
     plan = _dealt(workload, WgmmaPlan(**arch.wgmma_seed[_row_key(workload, arch)], blocks=arch.peak.sms, order_of_work=order))
     if (workload.head_dim, workload.value_dim) in MEASURED:
         return _with_room(workload, plan)

@@ -200,9 +200,21 @@ def async_copy(func):
 
 @function_pass("flashtir.TruncatedDivision")
 def truncated_division(func):
-    """Divide by truncation: no dividend or divisor of ours is negative, and rounding down costs a branch where TVM cannot prove it."""
+    """Divide by truncation: no dividend or divisor of ours is negative, and rounding down costs a branch where TVM cannot prove it. Where
+    something is subtracted the dividend may be somebody else's, such as the distance of a key from its query, and may be negative."""
+    def by(truncated):
+        return lambda expr: expr if _subtracts(expr.a) else truncated(expr.a, expr.b)
     return func.with_body(tvm_ffi.structural_map(func.body, (
-        (tirx.FloorDiv, lambda expr: tirx.truncdiv(expr.a, expr.b)), (tirx.FloorMod, lambda expr: tirx.truncmod(expr.a, expr.b)))))
+        (tirx.FloorDiv, by(tirx.truncdiv)), (tirx.FloorMod, by(tirx.truncmod)))))
+
+
+def _subtracts(expr):
+    """Whether a sum subtracts a term, or adds a multiple below zero of one."""
+    if isinstance(expr, tirx.Sub):
+        return True
+    if isinstance(expr, tirx.IntImm):
+        return int(expr) < 0
+    return isinstance(expr, (tirx.Add, tirx.Mul)) and (_subtracts(expr.a) or _subtracts(expr.b))
 
 
 class _Quotients:

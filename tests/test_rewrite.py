@@ -184,7 +184,7 @@ def scaled_copy(a: T.handle, b: T.handle, n: T.int32):
         B[t * n] = C[t * 2]
 
 
-def test_indices_into_arguments_have_64_bits():
+def test_indices_of_what_is_written_have_64_bits():
     mod = rewrite.wide_indices()(tvm.IRModule({"main": scaled_copy.with_attr("global_symbol", "main")}))
     found = {}
 
@@ -193,7 +193,7 @@ def test_indices_into_arguments_have_64_bits():
             tvm_ffi.structural_walk(index, ((tirx.Cast, tirx.IntImm), lambda leaf: found.setdefault(buffer.name, set()).add(str(leaf.ty))))
     tvm_ffi.structural_walk(mod["main"].body, ((tvm.ir.TensorLoad, lambda load: note(load.source, load.indices)),
                                                (tirx.BufferStore, lambda store: note(store.buffer, store.indices))))
-    assert found == {"A": {"int64"}, "B": {"int64"}, "C": {"int32"}}
+    assert found == {"A": {"int32"}, "B": {"int64"}, "C": {"int32"}}
     result = tvm.runtime.tensor(np.zeros(64, "int32"))
     tvm.compile(mod, "llvm")(tvm.runtime.tensor(np.arange(64, dtype="int32")), result, 5)
     assert result.numpy()[:25:5].tolist() == [1, 3, 5, 7, 9]

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("tune", "export", "run", "bench", "show")
 README = (ROOT / "README.md").read_text()
+NOTES = ROOT / "schedules" / "README.md"
 
 
 def command(name, *arguments, folder=ROOT, code=None):
@@ -335,16 +336,28 @@ class TestReadme:
         assert re.search(rf"^{target}:.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
     def test_nest_is_true(self, request):
-        found = re.search(r"`(python -m scripts\.show nests [^`]*)`[^`]*?\n\n((?:    .*\n)+)", README)
+        found = re.search(r"`(python -m scripts\.show nests [^`]*)`[^`]*?\n\n((?:    .*\n)+)", NOTES.read_text())
         args = accepted(shlex.split(found[1]))
         device = cli.find_device(args.target)
         workload = options.workload_of(args.workload, device)
         family, plan, _ = options.chosen_plan(args, device, workload)
         drawn = textwrap.indent(excerpt(loop_nest(build.schedule(family, workload, plan)), args.blocks), "    ") + "\n"
         if request.config.getoption("--update-nests"):
-            (ROOT / "README.md").write_text(README.replace(found[2], drawn))
+            NOTES.write_text(NOTES.read_text().replace(found[2], drawn))
         else:
             assert found[2] == drawn, "the nest has changed: run pytest --update-nests and look at the diff"
 
+    def test_the_mask_of_a_user_is_one(self, tmp_path):
+        """The example as it stands in a file, beside the one that the tests make of it."""
+        name, code = re.search(r"here in a `(\w+)\.py`:\n\n((?:    .*\n|\n)+)", README).groups()
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+        probe = ("from te_defs.workload import Workload, make_arguments, Shape\nfrom tests.of_a_user import DocumentCausal\n"
+                 f"mine = Workload.parse('fwd_d64_dv64_f16_{name}:DocumentCausal').mask_class\n"
+                 "import numpy as np\nids = np.array([[0, 0, 1, 1, 2]])\n"
+                 "a, b = (mask.of((ids,)).at(0).visible(4, 5) for mask in (mine, DocumentCausal))\nassert (a == b).all() and a.sum() == 6\n")
+        done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
+                              text=True)
+        assert done.returncode == 0, done.stderr
+
     def test_every_family_is_named(self):
-        assert set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)) == {family.NAME for family in FAMILIES}
+        assert set(re.findall(r"^\| `(\w+)` \|", README.split("| family |")[1], re.MULTILINE)) == {family.NAME for family in FAMILIES}

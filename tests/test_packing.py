@@ -14,7 +14,7 @@ from schedules.build import kernel_names, schedule
 from schedules.families import mma, wgmma
 from schedules.plan import Calls, Plan
 from scripts.kernels import answer
-from te_defs import reference
+from te_defs import lengths, reference
 from te_defs.flash_attention import flash_attention_forward
 from te_defs.workload import Shape, Workload, make_arguments
 from tests.numbers import verdict_on
@@ -48,6 +48,17 @@ def test_numbers_for_any_ratio(features, row_lanes):
         shape = Shape(shape.batch, shape.q_heads, shape.kv_heads, shape.q_len, shape.kv_len, (7, 3) if workload.mask == "window" else ())
         inputs, arguments = reference.make_inputs(workload, shape), make_arguments(workload, shape)
         assert verdict_on(packed(function, shape), workload, inputs, 0.2, arguments) is None, shape
+
+
+@pytest.mark.parametrize("features", ["causal+keys", "full+softcap+sink+packed", "window+alibi+keys", "causal+packed"])
+def test_numbers_with_lengths(features):
+    workload = Workload.parse(f"fwd_d32_dv16_f32_{features}")
+    function = tvm.compile(flash_attention_forward(workload, ROWS, 16, packed=True), "llvm")
+    for shape in (Shape(3, 4, 2, 9, 50), Shape(4, 3, 1, 5, 40), Shape(1, 40, 1, 3, 33)):
+        (batch, q_len, kv_len), given = lengths.sample(workload.lengths, shape.batch, shape.q_len, shape.kv_len)
+        shape = Shape(batch, shape.q_heads, shape.kv_heads, q_len, kv_len, (7, 3) if workload.mask == "window" else ())
+        inputs, arguments = reference.make_inputs(workload, shape), make_arguments(workload, shape)
+        assert verdict_on(packed(function, shape), workload, inputs, 0.2, arguments, lengths=given) is None, shape
 
 
 @pytest.mark.parametrize("features", ["causal", "full+bias"])

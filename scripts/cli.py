@@ -86,6 +86,8 @@ def parse_workload(text):
     try:
         return functools.reduce(Workload.with_feature, features, PRESETS[preset]) if preset in PRESETS else Workload.parse(text)
     except WorkloadError as error:
+        if preset.startswith("fwd_") or preset in PRESETS:
+            raise UsageError(str(error)) from error
         raise UsageError(f"{error}, or name a preset ({', '.join(PRESETS)})") from error
 
 

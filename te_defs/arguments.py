@@ -32,7 +32,9 @@ COUNT, NUMBER, POSITIVE = Kind("count", "int32"), Kind("number", "float32"), Kin
 
 
 def tensor(axes, dtype=None):
-    """Kind of a tensor with these axes, such as "BHNM"."""
+    """Kind of a tensor with these axes, such as "BHNM"; ValueError where one has no meaning."""
+    if not axes or set(axes) - set(AXES):
+        raise ValueError(f"axes of a tensor are letters of {''.join(AXES)}, found {axes!r}: correct them")
     return Kind("tensor", dtype, axes)
 
 
@@ -100,3 +102,15 @@ class Modifier:
             size = tuple(1 if axis in single else sizes[axis] for axis in kind.axes)
             values.append(cls.draw(name, size, rng).astype(kind.dtype or dtype) if kind.axes else next(scalars))
         return tuple(values)
+
+
+def require_kinds(modifier, name, error):
+    """`error` with one sentence where a field of a Modifier class, of this name, is of no Kind, or a sample lacks a number."""
+    wrong = next((argument for argument in modifier.arguments() if not isinstance(argument.kind, Kind)), None)
+    if wrong is not None:
+        raise error(f"the fields of {name} must be COUNT, NUMBER, POSITIVE or a tensor of te_defs.arguments, found {wrong.name} to be "
+                    f"{wrong.kind!r}: annotate it so, and without postponed annotations")
+    numbers = [argument.name for argument in modifier.arguments() if not argument.kind.axes]
+    if any(len(sample) != len(numbers) for sample in modifier.samples):
+        raise error(f"the samples of {name} must be tuples of {len(numbers)} numbers ({', '.join(numbers) or 'none'}), found "
+                    f"{modifier.samples}: give it some")

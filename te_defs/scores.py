@@ -15,7 +15,7 @@ import numpy as np
 import tvm
 from tvm import tirx
 
-from te_defs.arguments import PER_HEAD, PER_SCORE, POSITIVE, Modifier
+from te_defs.arguments import PER_HEAD, PER_SCORE, POSITIVE, Modifier, require_kinds
 from te_defs.evaluate import evaluate
 
 
@@ -45,20 +45,26 @@ class Score(Modifier):
             else:
                 arguments.append(tirx.Var(argument.name, "float32"))
                 values[arguments[-1]] = np.float32(value)
-        return evaluate(type(self).of(arguments).modify(*variables), values)
+        return np.broadcast_to(evaluate(type(self).of(arguments).modify(*variables), values), s.shape)
 
 
 @dataclass(frozen=True)
 class Softcap(Score):
-    """cap * tanh(s / cap): scores stay within the cap (Gemma 2). tanh(x) is 1 - 2 / (1 + exp(2 x)), which neither overflows nor is slow."""
+    """cap * tanh(s / cap): scores stay within the cap (Gemma 2). tanh(x) is 1 - 2 / (1 + exp(2 x)), which neither overflows nor is slow,
+    but loses what is small beside 1: near zero it is the first terms of its series."""
 
     name = "softcap"
-    samples = ((30.0,), (1.5,), (1000.0,))
+    samples = ((30.0,), (1.5,), (1e5,))
+    #: Below it the next term of the series, 62 / 2835 x^8, is less than float32 tells.
+    NEAR: ClassVar[float] = 0.125
     cap: POSITIVE
 
     def modify(self, s, b, h, i, j, q_len, kv_len):
-        one, two = (tirx.const(value, "float32") for value in (1, 2))
-        return self.cap * (one - two / (one + tirx.exp(two * s / self.cap)))
+        one, two, third, near = (tirx.const(value, "float32") for value in (1, 2, 1 / 3, self.NEAR))
+        x = s / self.cap
+        square = x * x
+        series = x * (one - square * (third - square * (tirx.const(2 / 15, "float32") - square * tirx.const(17 / 315, "float32"))))
+        return self.cap * tirx.Select(tirx.abs(x) < near, series, one - two / (one + tirx.exp(two * x)))
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,8 @@ def imported(name, kind, error):
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as reason:  # whatever the module does when it is imported
-        raise error(f"a {kind} named {name} was wanted, found none ({type(reason).__name__}: {reason}): write module:name") from reason
+        raise error(f"a {kind} {name} was wanted, and importing it raised {type(reason).__name__}: {reason}: write module:name of one "
+                    "that can be imported") from reason
 
 
 def find_score(name):
@@ -121,15 +128,17 @@ def _of_function(name, function):
     return type("Function", (Score,), {"name": name, "modify": modify, "__doc__": inspect.getdoc(function)})
 
 
-def prove(score):
-    """ScoreError where a score class raises on expressions, or returns something else than a float32 expression."""
+def prove(score, name):
+    """ScoreError where a score class, of this name, raises on expressions or returns something else than a float32 expression."""
+    require_kinds(score, name, ScoreError)
     arguments = [tirx.decl_buffer([1] * len(argument.kind.axes), argument.kind.dtype or "float16", argument.name) if argument.kind.axes
                  else tirx.Var(argument.name, argument.kind.dtype) for argument in score.arguments()]
     variables = [tirx.Var(name, "float32" if name == "s" else "int32") for name in ("s", "b", "h", "i", "j", "n", "m")]
     try:
         found = score.of(arguments).modify(*variables)
     except Exception as reason:
-        raise ScoreError(f"score {score.name} must take expressions, and raised {type(reason).__name__}: {reason}: correct it") from reason
+        raise ScoreError(f"score {name} must take TIR expressions s, b, h, i, j, and raised {type(reason).__name__}: {reason}: "
+                         "correct it") from reason
     kind = str(found.ty) if isinstance(found, tvm.ir.Expr) else type(found).__name__
     if kind != "float32":
-        raise ScoreError(f"score {score.name} must return a float32 expression, found {kind}: cast it")
+        raise ScoreError(f"score {name} must return a float32 expression, found {kind}: cast it")

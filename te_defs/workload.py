@@ -7,7 +7,8 @@ import numpy as np
 
 from te_defs.arguments import AXES, PER_HEAD, Argument, Operand
 from te_defs.lengths import LENGTHS
-from te_defs.masks import MASKS, Mask
+from te_defs.masks import MASKS, Mask, MaskError
+from te_defs.masks import prove as prove_mask
 from te_defs.scores import ScoreError, find_score, imported, prove
 
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
@@ -51,13 +52,18 @@ class Workload:
                 raise WorkloadError(f"{name} must be a multiple of 8 from 8 to 256, found {size!r}: choose such a dimension")
         if self.dtype not in DTYPES:
             raise WorkloadError(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}: choose one of these")
+        for name, text in (("mask", self.mask), ("score", self.score)):
+            if not isinstance(text, str):
+                raise WorkloadError(f"{name} must be a name, found {text!r}: write it as text")
         _mask_class(self.mask)
         if self.lengths not in LENGTHS:
             raise WorkloadError(f"lengths must be one of {', '.join(LENGTHS)}, found {self.lengths!r}: choose one of these")
         try:
             if self.score:
-                prove(find_score(self.score))
-        except ScoreError as error:
+                prove(find_score(self.score), self.score)
+            if self.mask not in MASKS:
+                prove_mask(self.mask_class, self.mask)
+        except (MaskError, ScoreError) as error:
             raise WorkloadError(str(error)) from error
         names = [argument.name for argument in self.arguments]
         if len(set(names)) < len(names):
@@ -98,10 +104,12 @@ class Workload:
 
     def with_feature(self, feature):
         """The workload with a feature more, as names have them behind a plus: "sink", lengths or a score modification."""
-        if feature == "sink":
+        if feature == "sink" and not self.sink:
             return replace(self, sink=True)
-        if feature in LENGTHS:
+        if feature in LENGTHS and feature != "uniform" and self.lengths == "uniform":
             return replace(self, lengths=feature)
+        if feature == "sink" or feature in LENGTHS:
+            raise WorkloadError(f"a workload takes one sink and lengths of one kind, found {feature} behind {self.name}: leave it out")
         if self.score:
             raise WorkloadError(f"a workload takes one score modification, found {self.score} and {feature}: write one function of both")
         return replace(self, score=feature)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import tirx
 
-from te_defs.arguments import tensor
+from te_defs.arguments import COUNT, tensor
 from te_defs.integers import both
 from te_defs.masks import Causal
 
@@ -29,6 +29,38 @@ class DocumentCausal(Causal):
 def halved_far_away(s, b, h, i, j):
     """Half of the score where key and query are more than 20 rows apart, in heads with an even number."""
     return tirx.Select(tirx.And(h % 2 == 0, tirx.abs(i - j) > 20), s * tirx.const(0.5, "float32"), s)
+
+
+def by_distance(s, b, h, i, j):
+    return s + ((i - j) // 3).astype("float32")
+
+
+def by_remainder(s, b, h, i, j):
+    return s - ((i - j) % 3).astype("float32")
+
+
+def without_scores(s, b, h, i, j):
+    return tirx.const(0, "float32") - tirx.abs((i - j).astype("float32"))
+
+
+class KeepsNumbers(Causal):
+    def keep(self, i, j, kv_len):
+        return 5
+
+
+class AsksPython(Causal):
+    def keep(self, i, j, kv_len):
+        return j <= i if j < 3 else j < 9
+
+
+@dataclass(frozen=True)
+class OfNoKind(Causal):
+    reach: int
+
+
+@dataclass(frozen=True)
+class WithoutSamples(Causal):
+    reach: COUNT
 
 
 def raises(s, b, h, i, j):

@@ -71,6 +71,12 @@ class TestWorkload:
             options.uniform(KEYS)
 
 
+def shared(size, shape, count):
+    """An output of this shape and, in its first elements, a table of `count` zeros."""
+    memory = np.zeros(size, "float32")
+    return memory.reshape(shape), memory[:count].view("int32")
+
+
 class TestReference:
     def test_each_entry_is_a_problem_of_its_own(self):
         workload, inputs = Workload(16, 8, "float32", "causal", lengths="packed"), reference.make_inputs(KEYS, Shape(1, 4, 2, 9, 12))
@@ -119,6 +125,11 @@ class TestEntry:
         (KEYS, dict(key_lengths=numbers([7, 0, 3])), ValueError, "key_lengths has 2 dimensions, wanted 1"),
         (KEYS, dict(key_lengths=numbers(7, 0, 0, 0, 3, 0)[::2]), ValueError, "key_lengths has stride 2 in dimension 0, wanted 1"),
         (KEYS, dict(key_lengths=7), TypeError, "key_lengths is an int, wanted a tensor"),
+        (KEYS, dict(zip(("lse", "key_lengths"), shared(3 * H * N, (3, H, N), 3))), ValueError,
+         "lse shares memory with key_lengths, wanted outputs of their own"),
+        (PACKED, dict(zip(("lse", "cu_seqlens_k"), shared(H * N, (H, N), 4))), ValueError,
+         "lse shares memory with cu_seqlens_k, wanted outputs of their own"),
+        (PACKED, dict(lse=np.ones((H, N + 4), "float32")[:, :N]), ValueError, "lse has stride 9 in dimension 0, wanted 5"),
         (PACKED, dict(cu_seqlens_q=numbers(1, 2, 2, 5)), ValueError, "cu_seqlens_q[0] is 1, wanted 0"),
         (PACKED, dict(cu_seqlens_k=numbers(0, 4, 3, 7)), ValueError,
          "cu_seqlens_k[2] is 3, wanted 4 or more, where the sequence before begins"),

@@ -64,6 +64,22 @@ class TestReference:
     def test_softcap(self):
         np.testing.assert_allclose(Softcap.of((2.0,)).applied(self.S, (4, 5)), 2 * np.tanh(self.S / 2), atol=1e-12)
 
+    @pytest.mark.parametrize("cap", [1e-3, 2.0, 24.1, 1e4, 1e6, 1e20])
+    def test_softcap_of_any_size(self, compiled, cap):
+        """Where the cap is large beside the scores, too: tanh(x) is nearly x then."""
+        it = workload("full+softcap")
+        q, k, v = reference.make_inputs(it, Shape(1, 2, 1, 9, 20))
+        out, lse = answer(compiled(it, 1), (q, k, v), 0.5, (cap,))
+        scores = cap * np.tanh(np.einsum("bihc,bjgc->bhij", q.astype(float), k.astype(float)) * 0.5 / cap)
+        np.testing.assert_allclose(lse, np.log(np.exp(scores).sum(axis=-1)), rtol=2e-6, atol=2e-6)
+
+    @pytest.mark.parametrize("function", ["by_distance", "by_remainder", "without_scores"])
+    def test_functions_of_places(self, compiled, function):
+        """Quotients of distances, which may be negative, are rounded down; what does not depend on the score serves all heads."""
+        it = workload(f"full+tests.of_a_user:{function}")
+        for shape in (Shape(1, 2, 1, 37, 70), Shape(1, 2, 1, 1, 2)):
+            assert verdict_on(compiled(it, 4), it, reference.make_inputs(it, shape), 0.2) is None
+
     def test_alibi_counts_from_the_aligned_diagonal(self):
         slopes, (i, j) = np.array([0.5, 0.25, 2], np.float32), np.ogrid[:4, :5]
         found = Alibi.of((slopes,)).applied(self.S, (4, 5))
@@ -109,15 +125,23 @@ class TestNames:
     @pytest.mark.parametrize("features, message", [
         ("full+hardcap", "score must be one of softcap, alibi, bias or module:function, found 'hardcap'"),
         ("full+softcap+alibi", "takes one score modification, found softcap and alibi: write one function of both"),
-        ("full+nowhere:score", r"a score named nowhere:score was wanted, found none \(ModuleNotFoundError: No module named 'nowhere'\)"),
-        ("full+tests.of_a_user:absent", r"a score named tests.of_a_user:absent was wanted, found none \(AttributeError"),
+        ("full+nowhere:score", "a score nowhere:score was wanted, and importing it raised ModuleNotFoundError: No module named 'nowhere'"),
+        ("full+tests.of_a_user:absent", "a score tests.of_a_user:absent was wanted, and importing it raised AttributeError"),
         ("full+tests.of_a_user:NUMBER", "is a function .* found tests.of_a_user:NUMBER to be int"),
-        ("full+tests.of_a_user:raises", "must take expressions, and raised RuntimeError: out of paper"),
-        ("full+tests.of_a_user:takes_too_little", "must take expressions, and raised TypeError"),
+        ("full+tests.of_a_user:raises", "must take TIR expressions .*, and raised RuntimeError: out of paper"),
+        ("full+tests.of_a_user:takes_too_little", "must take TIR expressions .*, and raised TypeError"),
         ("full+tests.of_a_user:returns_half_precision", "must return a float32 expression, found float16: cast it"),
         ("full+tests.of_a_user:returns_nothing", "must return a float32 expression, found NoneType"),
         ("tests.of_a_user:raises", "a mask is a class of te_defs.masks.Mask, found tests.of_a_user:raises to be something else"),
-        ("tests.of_a_user:Absent", "a mask named tests.of_a_user:Absent was wanted, found none")])
+        ("tests.of_a_user:Absent", "a mask tests.of_a_user:Absent was wanted, and importing it raised AttributeError"),
+        ("tests.of_a_user:KeepsNumbers", "mask tests.of_a_user:KeepsNumbers must keep by a condition and end at rows, found int"),
+        ("tests.of_a_user:AsksPython", "mask tests.of_a_user:AsksPython must take TIR expressions, and raised"),
+        ("tests.of_a_user:OfNoKind", "the fields of tests.of_a_user:OfNoKind must be COUNT, .* found reach to be <class 'int'>"),
+        ("tests.of_a_user:WithoutSamples", r"the samples of tests.of_a_user:WithoutSamples must be tuples of 1 numbers \(reach\)"),
+        ("full+sink+sink", "takes one sink and lengths of one kind, found sink behind fwd_d32_dv16_f32_full.sink"),
+        ("full+keys+packed", "takes one sink and lengths of one kind, found packed"), ("full+uniform", "found uniform behind"),
+        ("full+bias+keys", "tensors behind the scale must be by head alone where lengths are keys, found bias"),
+        ("tests.of_a_user:DocumentCausal+packed", "must be by head alone where lengths are packed, found documents")])
     def test_what_is_none_is_refused(self, features, message):
         with pytest.raises(WorkloadError, match=message):
             workload(features)

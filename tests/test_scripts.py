@@ -355,8 +355,8 @@ class TestReadme:
                  f"mine = Workload.parse('fwd_d64_dv64_f16_{name}:DocumentCausal').mask_class\n"
                  "import numpy as np\nids = np.array([[0, 0, 1, 1, 2]])\n"
                  "a, b = (mask.of((ids,)).at(0).visible(4, 5) for mask in (mine, DocumentCausal))\nassert (a == b).all() and a.sum() == 6\n")
-        done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
-                              text=True)
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
     def test_every_family_is_named(self):

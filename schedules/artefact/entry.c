@@ -282,7 +282,7 @@ static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *
     int place = FIRST_EXTRA + i;
     if (check_extra(&kExtras[i], &args[place], plain, &checked[place], &plain[TENSORS + i], &views[TENSORS + i])) return -1;
   }
-  if (check_memory(plain, views)) return -1;
+  if (check_memory(plain, views) || check_tables(tables, plain, views)) return -1;
   if (views[LSE].span == 0 || batch == 0 || queries == 0) return 0;
   if (views[K].span == 0) plain[K].data = plain[V].data = plain[Q].data;
   for (int i = Q; i <= OUT && variant->strided; ++i) plain[i].strides = views[i].strides;

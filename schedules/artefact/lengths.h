@@ -89,6 +89,7 @@ static int check_lengths(const TVMFFIAny *args, TVMFFIAny *checked, DLTensor *pl
     if (table == NULL) return fail("TypeError", "%s is %s, wanted a tensor", kTables[i], type_name(&args[i]));
     failed = check_table(kTables[i], table, q->device, i ? plain[0].shape[0] : FLASHTIR_LENGTHS == KEYS ? q->shape[0] : -1);
     if (failed) return -1;
+    if (table->data == NULL && table->shape[0] > 0) return fail("ValueError", "%s has no data, wanted a pointer to its elements", kTables[i]);
     plain[i] = *table;
     plain[i].data = (char *)table->data + table->byte_offset;
     plain[i].byte_offset = 0;
@@ -113,5 +114,17 @@ static int check_lengths(const TVMFFIAny *args, TVMFFIAny *checked, DLTensor *pl
                 (long long)*longest);
   /* The grid has no use for more tiles than the longest sequence has. */
   checked[TABLES] = (TVMFFIAny){.type_index = kTVMFFIInt, .v_int64 = *longest};
+  return 0;
+}
+
+/* Outputs share no memory with the tables, which kernels read while they write. */
+static int check_tables(const DLTensor *tables, const DLTensor *plain, const View *views) {
+  for (int i = 0; i < TABLES; ++i)
+    for (int output = OUT; output <= LSE; ++output) {
+      uintptr_t start = (uintptr_t)tables[i].data, end = start + bytes_of(&tables[i], tables[i].shape[0]);
+      uintptr_t written = (uintptr_t)plain[output].data, written_end = written + bytes_of(&plain[output], views[output].span);
+      if (views[output].span && start < written_end && written < end)
+        return fail("ValueError", "%s shares memory with %s, wanted outputs of their own", kWanted[output].name, kTables[i]);
+    }
   return 0;
 }

@@ -46,7 +46,7 @@ static const Wanted kWanted[TENSORS] = {
      {SAME_AS(K, 0, "k.shape[0]"), SAME_AS(K, 1, "k.shape[1]"), CONSTANT(FLASHTIR_VALUE_DIM)}},
     {"out", "[queries, heads, value_dim]", ELEMENT, 3,
      {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 1, "q.shape[1]"), CONSTANT(FLASHTIR_VALUE_DIM)}},
-    {"lse", "[heads, queries]", {kDLFloat, 32, 1}, 2, {SAME_AS(Q, 1, "q.shape[1]"), SAME_AS(Q, 0, "q.shape[0]")}},
+    {"lse", "[heads, queries]", {kDLFloat, 32, 1}, 2, {SAME_AS(Q, 1, "q.shape[1]"), SAME_AS(Q, 0, "q.shape[0]")}, true},
 };
 #else
 static const Wanted kWanted[TENSORS] = {

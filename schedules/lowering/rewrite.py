@@ -203,18 +203,23 @@ def truncated_division(func):
     """Divide by truncation: no dividend or divisor of ours is negative, and rounding down costs a branch where TVM cannot prove it. Where
     something is subtracted the dividend may be somebody else's, such as the distance of a key from its query, and may be negative."""
     def by(truncated):
-        return lambda expr: expr if _subtracts(expr.a) else truncated(expr.a, expr.b)
+        return lambda expr: expr if _may_be_negative(expr.a) else truncated(expr.a, expr.b)
     return func.with_body(tvm_ffi.structural_map(func.body, (
         (tirx.FloorDiv, by(tirx.truncdiv)), (tirx.FloorMod, by(tirx.truncmod)))))
 
 
-def _subtracts(expr):
-    """Whether a sum subtracts a term, or adds a multiple below zero of one."""
-    if isinstance(expr, tirx.Sub):
-        return True
-    if isinstance(expr, tirx.IntImm):
-        return int(expr) < 0
-    return isinstance(expr, (tirx.Add, tirx.Mul)) and (_subtracts(expr.a) or _subtracts(expr.b))
+#: Operands of an expression by which it may be negative, where one of them may be.
+_SIGNED_BY = {"Add": ("a", "b"), "Mul": ("a", "b"), "Min": ("a", "b"), "FloorDiv": ("a",), "FloorMod": (), "Div": ("a",), "Mod": ("a",),
+              "Ramp": ("base", "stride"), "Broadcast": ("value",), "Cast": ("value",), "Select": ("true_value", "false_value")}
+
+
+def _may_be_negative(expr):
+    """Whether something in an expression makes it look so: a difference, or a constant below zero. Variables are taken for sizes."""
+    kind = type(expr).__name__
+    if kind == "Max":
+        return _may_be_negative(expr.a) and _may_be_negative(expr.b)
+    return kind == "Sub" or kind == "IntImm" and int(expr) < 0 or any(
+        _may_be_negative(getattr(expr, operand)) for operand in _SIGNED_BY.get(kind, ()))
 
 
 class _Quotients:

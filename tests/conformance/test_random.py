@@ -25,8 +25,8 @@ def make_calls(engine, request, drawn_from, count):
     if not workloads:
         pytest.skip(f"{engine.name} declines all of them: {engine.declines(drawn_from[0])}")
     only = request.config.getoption("--case")
-    if not engine.whole:  # one of its types will do
-        workloads = [it for it in workloads if (it.head_dim, it.dtype) == (64, workloads[0].dtype)]
+    if not engine.whole:  # one of its types and a third of the rest will do: each takes seconds to compile
+        workloads = [it for it in workloads if (it.head_dim, it.dtype) == (64, workloads[0].dtype)][::3]
     failures = []
     for number in range(count) if only is None else [only]:
         call = random_call(number, workloads)

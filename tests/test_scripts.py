@@ -349,12 +349,13 @@ class TestReadme:
 
     def test_the_mask_of_a_user_is_one(self, tmp_path):
         """The example as it stands in a file, beside the one that the tests make of it."""
-        name, code = re.search(r"here in a `(\w+)\.py`:\n\n((?:    .*\n|\n)+)", README).groups()
+        name, code = re.search(r"here in a `(\w+)\.py` on PYTHONPATH:\n\n((?:    .*\n|\n)+)", README).groups()
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
         probe = ("from te_defs.workload import Workload, make_arguments, Shape\nfrom tests.of_a_user import DocumentCausal\n"
                  f"mine = Workload.parse('fwd_d64_dv64_f16_{name}:DocumentCausal').mask_class\n"
                  "import numpy as np\nids = np.array([[0, 0, 1, 1, 2]])\n"
-                 "a, b = (mask.of((ids,)).at(0).visible(4, 5) for mask in (mine, DocumentCausal))\nassert (a == b).all() and a.sum() == 6\n")
+                 "a, b = (mask.of((ids,)).at(0).visible(4, 5) for mask in (mine, DocumentCausal))\n"
+                 "assert (a == b).all() and a.sum() == 6\n")
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

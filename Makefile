@@ -28,7 +28,7 @@ demo: $(READY) ## tune for MINUTES on what is there, export, run without a compi
 	$(PYTHON) -m scripts.bench $(WHAT) --logs build/demo/logs
 
 test: $(READY) ## all tests; those that need a GPU are skipped without one
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 test-quick: $(READY) ## without the files that take half a minute or more
 	$(PYTHON) -m pytest -m "not slow and not gpu"

@@ -113,16 +113,17 @@ def plain(workload, q, k, v, scale=None, arguments=()):
 
 
 def _errors_of_rounding(workload, q, k, v, out, scale, arguments):
-    """Errors of O [B, N, H, DV] and LSE [B, H, N] to first order, where float32 rounds each step once: the sums of a score and of O by the
-    sum of their products' magnitudes, the scaled score, its distance from the row's maximum, P (twice: no exponential is better than to one
-    unit), and P times a value. By errors of the scores O is off by the sum over keys of p * off * (v - O), which Cauchy and Schwarz bound
-    by two sums of products."""
+    """Errors of O [B, N, H, DV] and LSE [B, H, N] to first order, where float32 rounds each step once: the sums of a score and of O by
+    the sum of their products' magnitudes, the scaled score, its distance from the row's maximum, P (twice: no exponential is better
+    than to one unit), P times a value, and four steps of a score modification. By errors of the scores O is off by the sum over keys of
+    p * off * (v - O), which Cauchy and Schwarz bound by two sums of products."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     scale, step = q.shape[-1] ** -0.5 if scale is None else scale, np.finfo(np.float32).eps / 2
     s = _scores(workload, q, k, scale, arguments)
     p, row_sum, row_max = _softmax(workload, s, arguments)
     p /= np.where(row_sum == 0, 1, row_sum)
-    off = step * (abs(scale) * _product(abs(q), abs(k)) + np.where(np.isneginf(s), 0, abs(s) + abs(s - row_max)) + 2)
+    steps = 5 if workload.score else 1
+    off = step * (abs(scale) * _product(abs(q), abs(k)) + np.where(np.isneginf(s), 0, steps * abs(s) + abs(s - row_max)) + 2)
     v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
     spread = np.sqrt(np.maximum(np.einsum("bhij,bjhc->bihc", p, v**2) - out**2, 0))
     by_scores = np.sqrt((p * off**2).sum(axis=-1)).swapaxes(1, 2)[..., None] * spread

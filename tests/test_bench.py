@@ -176,11 +176,11 @@ def data_with_our_result(workload, kind="cuda"):
     """Stand-in for TorchData after our kernel's turn: O is the reference's answer."""
     inputs = reference.make_inputs(workload, SHAPE)
     out, lse = reference.forward(workload, *inputs)
-    return SimpleNamespace(kind=kind, shape=SHAPE, tensors=[array.view(Tensor) for array in (*inputs, out, lse)])
+    return SimpleNamespace(kind=kind, shape=SHAPE, arguments=(), tensors=[array.view(Tensor) for array in (*inputs, out, lse)])
 
 
 def right(q, k, v, mask):
-    return lambda: reference.plain(replace(HALF, mask=mask.name), q, k, v, mask=astuple(mask)).view(Tensor)
+    return lambda: reference.plain(replace(HALF, mask=mask.name), q, k, v, arguments=astuple(mask)).view(Tensor)
 
 
 def off_by(factor):

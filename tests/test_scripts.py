@@ -207,13 +207,15 @@ class TestExportAndRun:
         output = command("export", "--target", "sm_90a", "--also", "sm_80", "sm_89", "--also", "sm_120", "--plan", "default",
                          "--workload", "d64_f16_full", "--output", path, code=0).stdout
         assert (echoed(output)["archs"], [it["archs"] for it in echoed(output)["also"]]) == (["sm_90a"], [["sm_80", "sm_89"], ["sm_120"]])
-        for kernel in ("kernel on sm_90a", "negative_scale_kernel on sm_90a", "variant2_kernel on sm_90a", "variant3_kernel on sm_90a"):
+        for kernel in ("variant2_kernel on sm_90a", "negative_scale_variant2_kernel on sm_90a", "variant4_kernel on sm_90a"):
             assert re.search(rf"^attention_forward_{kernel}: \d+ registers, 0 bytes of spills", output, re.MULTILINE)
-        for kernel in ("variant4_kernel on sm_80", "variant5_kernel on sm_89", "variant6_kernel on sm_120", "variant7_kernel on sm_120"):
+        for kernel in ("kernel on sm_90a", "variant5_kernel on sm_80", "variant7_kernel on sm_89", "variant10_kernel on sm_120"):
             assert re.search(rf"^attention_forward_{kernel}: \d+ registers", output, re.MULTILINE)
-        variants = [(it["family"], it["target"]["lowered_for"], it["serves"]["strided"]) for it in read_manifest(path)["variants"]]
-        assert variants == [("wgmma", "sm_90a", True)] * 3 + [("mma", name, strided) for name in ("sm_80", "sm_120")
-                                                              for strided in (False, True)], "long sequences, short ones, small grids"
+        variants = [(it["family"], it["target"]["lowered_for"], it["serves"]["strided"], it["serves"]["packed"])
+                    for it in read_manifest(path)["variants"]]
+        long_short_and_small_grids = [("wgmma", "sm_90a", True, False)] * 3
+        assert variants == [("mma", "sm_90a", True, True), *long_short_and_small_grids, *(
+            ("mma", name, *calls) for name in ("sm_80", "sm_120") for calls in ((True, True), (False, False), (True, False)))]
 
     def test_further_variants_are_tuned_where_a_log_is(self):
         workload, args = Workload(64, 64, "float16", "full"), Namespace(plan="best", logs=None)

@@ -352,8 +352,8 @@ def hoist_divisions(func):
 
 @function_pass("flashtir.WideIndices")
 def wide_indices(func):
-    """Compute indices into O and LSE with 64 bits: they may have more than 2^31 elements. What bulk loads bring has no indices here, and
-    operands of masks and scores are small, or refused.
+    """Compute indices into what is written, by a store or by its address (O, for wide stores), with 64 bits: it may have more than 2^31
+    elements. What bulk loads bring has no indices here, and operands of masks and scores are small, or refused.
 
     Divisions stay as they are, of numbers that fit; run this behind hoist_divisions.
     """
@@ -367,7 +367,13 @@ def wide_indices(func):
             return node
         return tirx.BufferStore(node.buffer, node.value, [wide(index) for index in node.indices])
 
-    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.BufferStore, store)))
+    def address(node):
+        element = node.args[0] if is_call(node, "address_of") else None
+        if not isinstance(element, tvm.ir.TensorLoad) or element.source.scope() != "global":
+            return node
+        return tirx.address_of(tirx.BufferLoad(element.source, [wide(index) for index in element.indices]))
+
+    return func.with_body(tvm_ffi.structural_map(func.body, ((tvm.ir.Call, address), (tirx.BufferStore, store))))
 
 
 def _has_warp_memory(func):

@@ -27,8 +27,8 @@ demo: $(READY) ## tune for MINUTES on what is there, export, run without a compi
 	$(PYTHON) -m scripts.run build/demo/attention.so
 	$(PYTHON) -m scripts.bench $(WHAT) --logs build/demo/logs
 
-test: $(READY) ## all tests; those that need a GPU are skipped without one
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+test: $(READY) ## all tests, by two workers; those that need a GPU are skipped without one
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-quick: $(READY) ## without the files that take half a minute or more
 	$(PYTHON) -m pytest -m "not slow and not gpu"

@@ -4,9 +4,12 @@ A mask or score modification is an instance of its dataclass; each field is an a
 number of keys), NUMBER, POSITIVE or a `tensor`. The same instance holds TIR variables when a kernel is declared, and numbers and arrays
 when the reference computes.
 """
+import importlib
 from dataclasses import dataclass, fields
 
 import numpy as np
+import tvm
+from tvm import tirx
 
 from te_defs.integers import maximum, minimum
 
@@ -104,13 +107,45 @@ class Modifier:
         return tuple(values)
 
 
-def require_kinds(modifier, name, error):
-    """`error` with one sentence where a field of a Modifier class, of this name, is of no Kind, or a sample lacks a number."""
+class ModifierError(ValueError):
+    """A mask or score modification that cannot be had or does not do what it should."""
+
+
+def find(kind, known, name, form):
+    """What is known by a name, or what `module:attribute` names; ModifierError with one sentence where there is neither.
+
+    kind  what is wanted, "mask" or "score"
+    form  what a name of one's own looks like, such as "module:class"
+    """
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        raise ModifierError(f"{kind} must be one of {', '.join(known)} or {form}, found {name!r}: choose one of these")
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as reason:  # whatever the module does when it is imported
+        raise ModifierError(f"a {kind} {name} was wanted, and importing it raised {type(reason).__name__}: {reason}: write module:name of "
+                            "one that can be imported") from reason
+
+
+def parameter(argument, dtype):
+    """Parameter of a TIR function for an Argument, on elements of this type; the axes of tensors are symbolic, each by itself, since they
+    may have size one."""
+    kind = argument.kind
+    if not kind.axes:
+        return tirx.Var(argument.name, kind.dtype)
+    sizes = [tirx.Var(f"{argument.name}_{axis}", "int32") for axis in kind.axes]
+    return tirx.decl_buffer(sizes, kind.dtype or dtype, argument.name, data_alignment=tvm.DataType(kind.dtype or dtype).bits // 8)
+
+
+def require_kinds(modifier, name):
+    """ModifierError with one sentence where a field of a Modifier class, of this name, is of no Kind, or a sample lacks a number."""
     wrong = next((argument for argument in modifier.arguments() if not isinstance(argument.kind, Kind)), None)
     if wrong is not None:
-        raise error(f"the fields of {name} must be COUNT, NUMBER, POSITIVE or a tensor of te_defs.arguments, found {wrong.name} to be "
-                    f"{wrong.kind!r}: annotate it so, and without postponed annotations")
+        raise ModifierError(f"the fields of {name} must be COUNT, NUMBER, POSITIVE or a tensor of te_defs.arguments, found {wrong.name} to "
+                            f"be {wrong.kind!r}: annotate it so, and without postponed annotations")
     numbers = [argument.name for argument in modifier.arguments() if not argument.kind.axes]
     if any(len(sample) != len(numbers) for sample in modifier.samples):
-        raise error(f"the samples of {name} must be tuples of {len(numbers)} numbers ({', '.join(numbers) or 'none'}), found "
-                    f"{modifier.samples}: give it some")
+        raise ModifierError(f"the samples of {name} must be tuples of {len(numbers)} numbers ({', '.join(numbers) or 'none'}), found "
+                            f"{modifier.samples}: give it some")

@@ -19,10 +19,10 @@ Three choices make it schedulable for every family:
 """
 from dataclasses import replace
 
-import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
+from te_defs.arguments import parameter
 from te_defs.integers import maximum, round_up
 from te_defs.lengths import FIRST_ROW, LENGTHS
 
@@ -60,7 +60,7 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
     """
     if row_lanes not in (1, 4):
         raise ValueError(f"row_lanes must be 1 or 4, found {row_lanes}: choose one of these")
-    arguments, dtype = [_parameter(argument, workload.dtype) for argument in workload.arguments], workload.dtype
+    arguments, dtype = [parameter(argument, workload.dtype) for argument in workload.arguments], workload.dtype
     mask, score, sink = workload.modifiers(arguments)
     lengths, SEQUENCES = LENGTHS[workload.lengths], workload.lengths == "packed"
     tables = [tirx.decl_buffer((tirx.Var("numbers", "int32"),), "int32", name=name) for name in lengths.tensors]
@@ -347,12 +347,3 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
 
     return flash_attention if not arguments + sizes else tirx.PrimFunc(
         [*flash_attention.params, *arguments, *sizes], flash_attention.body, flash_attention.ret_type, flash_attention.attrs)
-
-
-def _parameter(argument, dtype):
-    """Parameter of the function for an Argument; the axes of tensors are symbolic, each by itself, since they may have size one."""
-    kind = argument.kind
-    if not kind.axes:
-        return tirx.Var(argument.name, kind.dtype)
-    sizes = [tirx.Var(f"{argument.name}_{axis}", "int32") for axis in kind.axes]
-    return tirx.decl_buffer(sizes, kind.dtype or dtype, argument.name, data_alignment=tvm.DataType(kind.dtype or dtype).bits // 8)

@@ -17,7 +17,7 @@ import numpy as np
 import tvm
 from tvm import tirx
 
-from te_defs.arguments import COUNT, Modifier, Operand, require_kinds
+from te_defs.arguments import COUNT, Modifier, ModifierError, Operand, find, parameter, require_kinds
 from te_defs.integers import both, maximum, minimum
 
 
@@ -134,25 +134,28 @@ class Prefix(Mask):
         return minimum(maximum(i + 1, self.prefix), kv_len)
 
 
-class MaskError(ValueError):
-    """A mask that does not do what it should."""
+def find_mask(name):
+    """Class of a mask, by its name in MASKS or as `module:class`; ModifierError where there is none."""
+    found = find("mask", MASKS, name, "module:class")
+    if not (isinstance(found, type) and issubclass(found, Mask)):
+        raise ModifierError(f"a mask is a class of te_defs.masks.Mask, found {name} to be something else: correct it")
+    return found
 
 
 def prove(mask, name):
-    """MaskError where a mask class, of this name, raises on expressions or keeps by something else than a condition."""
-    require_kinds(mask, name, MaskError)
-    arguments = [tirx.decl_buffer([1] * len(argument.kind.axes), argument.kind.dtype or "float16", argument.name) if argument.kind.axes
-                 else tirx.Var(argument.name, argument.kind.dtype) for argument in mask.arguments()]
+    """ModifierError where a mask class, of this name, raises on expressions or keeps by something else than a condition."""
+    require_kinds(mask, name)
+    arguments = [parameter(argument, "float16") for argument in mask.arguments()]
     i, j, n, m = (tirx.Var(size, "int32") for size in "ijnm")
     try:
         mine = mask.of(arguments).at(tirx.Var("b", "int32"))
         found = mine.keep(mine.position(i, n, m), j, m)
         ends = mine.key_begin(i, m) + 0, mine.key_end(i, m) + 0
     except Exception as reason:
-        raise MaskError(f"mask {name} must take TIR expressions, and raised {type(reason).__name__}: {reason}: correct it") from reason
+        raise ModifierError(f"mask {name} must take TIR expressions, and raised {type(reason).__name__}: {reason}: correct it") from reason
     kinds = [str(value.ty) if isinstance(value, tvm.ir.Expr) else type(value).__name__ for value in (found, *ends)]
     if kinds[0] != "bool" or not {*kinds[1:]} <= {"int32", "int"}:
-        raise MaskError(f"mask {name} must keep by a condition and end at rows, found {', '.join(kinds)}: correct it")
+        raise ModifierError(f"mask {name} must keep by a condition and end at rows, found {', '.join(kinds)}: correct it")
 
 
 MASKS = {mask.name: mask for mask in (Full, Causal, CausalTopLeft, Window, Prefix)}

@@ -144,9 +144,10 @@ def tolerances(workload, q, k, v, scale=None, arguments=(), answers=None, length
     lengths  the arguments of the workload's lengths; the largest errors of all batch entries
     """
     if lengths:
-        parts = [(q[entry, rows], k[entry, keys], v[entry, keys])
+        out, lse = forward(workload, q, k, v, scale, arguments, lengths) if answers is None else answers
+        parts = [((q[entry, rows], k[entry, keys], v[entry, keys]), (out[entry, rows], lse[entry, :, rows]))
                  for entry, rows, keys in slices(workload.lengths, q.shape[1], k.shape[1], lengths, q.shape[0])]
-        bounds = [tolerances(workload, *part, scale, arguments) for part in parts]
+        bounds = [tolerances(workload, *inputs, scale, arguments, found) for inputs, found in parts]
         return tuple(max(bound) for bound in zip((0.0, LSE_TOLERANCE), *bounds))
     out, lse = forward(workload, q, k, v, scale, arguments) if answers is None else answers
     if out.size == 0:

@@ -6,7 +6,6 @@ Rows and keys past the end can be asked for: what comes of them is thrown away.
 
 A function of one's own, `score(s, b, h, i, j)`, is named in a workload as `module:function`, a class likewise.
 """
-import importlib
 import inspect
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,12 +14,13 @@ import numpy as np
 import tvm
 from tvm import tirx
 
-from te_defs.arguments import PER_HEAD, PER_SCORE, POSITIVE, Modifier, require_kinds
+from te_defs.arguments import PER_HEAD, PER_SCORE, POSITIVE, Modifier, ModifierError, find, parameter, require_kinds
 from te_defs.evaluate import evaluate
 
 
-class ScoreError(ValueError):
-    """A score modification that cannot be had or does not do what it should."""
+def _variables():
+    """TIR variables for what `modify` takes: s, b, h, i, j and the lengths."""
+    return [tirx.Var(name, "float32" if name == "s" else "int32") for name in ("s", "b", "h", "i", "j", "n", "m")]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class Score(Modifier):
 
     def applied(self, s, lengths):
         """NumPy scores [B, H, N, M] modified, in their own precision; the tensors of this instance are arrays."""
-        variables = [tirx.Var(name, "float32" if name == "s" else "int32") for name in ("s", "b", "h", "i", "j", "n", "m")]
-        places = np.meshgrid(*(np.arange(size) for size in s.shape), indexing="ij", sparse=True)
+        variables, places = _variables(), np.meshgrid(*(np.arange(size) for size in s.shape), indexing="ij", sparse=True)
         arguments, values = [], dict(zip(variables, (s, *places, *lengths)))
         for argument, value in zip(self.arguments(), vars(self).values()):
             if argument.kind.axes:
@@ -96,28 +95,15 @@ class Bias(Score):
 SCORES = {score.name: score for score in (Softcap, Alibi, Bias)}
 
 
-def imported(name, kind, error):
-    """What `module:attribute` names; `error` with one sentence where there is none. `kind` says what is wanted."""
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except Exception as reason:  # whatever the module does when it is imported
-        raise error(f"a {kind} {name} was wanted, and importing it raised {type(reason).__name__}: {reason}: write module:name of one "
-                    "that can be imported") from reason
-
-
 def find_score(name):
-    """Class of a score modification, by its name in SCORES or as `module:function` or `module:class`; ScoreError where there is none."""
-    if name in SCORES:
-        return SCORES[name]
-    if ":" not in name:
-        raise ScoreError(f"score must be one of {', '.join(SCORES)} or module:function, found {name!r}: choose one of these")
-    found = imported(name, "score", ScoreError)
+    """Class of a score modification, by its name in SCORES or as `module:function` or `module:class`; ModifierError where there is
+    none."""
+    found = find("score", SCORES, name, "module:function")
     if isinstance(found, type) and issubclass(found, Score):
         return found
     if not callable(found):
-        raise ScoreError(f"a score is a function (s, b, h, i, j) or a class of te_defs.scores.Score, found {name} to be "
-                         f"{type(found).__name__}: correct it")
+        raise ModifierError(f"a score is a function (s, b, h, i, j) or a class of te_defs.scores.Score, found {name} to be "
+                            f"{type(found).__name__}: correct it")
     return _of_function(name, found)
 
 
@@ -129,16 +115,14 @@ def _of_function(name, function):
 
 
 def prove(score, name):
-    """ScoreError where a score class, of this name, raises on expressions or returns something else than a float32 expression."""
-    require_kinds(score, name, ScoreError)
-    arguments = [tirx.decl_buffer([1] * len(argument.kind.axes), argument.kind.dtype or "float16", argument.name) if argument.kind.axes
-                 else tirx.Var(argument.name, argument.kind.dtype) for argument in score.arguments()]
-    variables = [tirx.Var(name, "float32" if name == "s" else "int32") for name in ("s", "b", "h", "i", "j", "n", "m")]
+    """ModifierError where a score class, of this name, raises on expressions or returns something else than a float32 expression."""
+    require_kinds(score, name)
+    arguments = [parameter(argument, "float16") for argument in score.arguments()]
     try:
-        found = score.of(arguments).modify(*variables)
+        found = score.of(arguments).modify(*_variables())
     except Exception as reason:
-        raise ScoreError(f"score {name} must take TIR expressions s, b, h, i, j, and raised {type(reason).__name__}: {reason}: "
-                         "correct it") from reason
+        raise ModifierError(f"score {name} must take TIR expressions s, b, h, i, j, and raised {type(reason).__name__}: {reason}: "
+                            "correct it") from reason
     kind = str(found.ty) if isinstance(found, tvm.ir.Expr) else type(found).__name__
     if kind != "float32":
-        raise ScoreError(f"score {name} must return a float32 expression, found {kind}: cast it")
+        raise ModifierError(f"score {name} must return a float32 expression, found {kind}: cast it")

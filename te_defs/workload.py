@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from te_defs.arguments import AXES, PER_HEAD, Argument, Operand
+from te_defs.arguments import AXES, PER_HEAD, Argument, ModifierError, Operand
 from te_defs.lengths import LENGTHS
-from te_defs.masks import MASKS, Mask, MaskError
+from te_defs.masks import MASKS, find_mask
 from te_defs.masks import prove as prove_mask
-from te_defs.scores import ScoreError, find_score, imported, prove
+from te_defs.scores import find_score
+from te_defs.scores import prove as prove_score
 
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _LONG_DTYPE = {short: dtype for dtype, short in DTYPES.items()}
@@ -55,15 +56,14 @@ class Workload:
         for name, text in (("mask", self.mask), ("score", self.score)):
             if not isinstance(text, str):
                 raise WorkloadError(f"{name} must be a name, found {text!r}: write it as text")
-        _mask_class(self.mask)
         if self.lengths not in LENGTHS:
             raise WorkloadError(f"lengths must be one of {', '.join(LENGTHS)}, found {self.lengths!r}: choose one of these")
         try:
-            if self.score:
-                prove(find_score(self.score), self.score)
             if self.mask not in MASKS:
                 prove_mask(self.mask_class, self.mask)
-        except (MaskError, ScoreError) as error:
+            if self.score:
+                prove_score(self.score_class, self.score)
+        except ModifierError as error:
             raise WorkloadError(str(error)) from error
         names = [argument.name for argument in self.arguments]
         if len(set(names)) < len(names):
@@ -83,7 +83,7 @@ class Workload:
     @property
     def mask_class(self):
         """Class of te_defs.masks."""
-        return _mask_class(self.mask)
+        return find_mask(self.mask)
 
     @property
     def score_class(self):
@@ -126,18 +126,6 @@ class Workload:
         for feature in features.split("+")[1:]:
             workload = workload.with_feature(feature)
         return workload
-
-
-def _mask_class(name):
-    """Class of a mask; WorkloadError where there is none of this name."""
-    if name in MASKS:
-        return MASKS[name]
-    if ":" not in name:
-        raise WorkloadError(f"mask must be one of {', '.join(MASKS)} or module:class, found {name!r}: choose one of these")
-    found = imported(name, "mask", WorkloadError)
-    if not (isinstance(found, type) and issubclass(found, Mask)):
-        raise WorkloadError(f"a mask is a class of te_defs.masks.Mask, found {name} to be something else: correct it")
-    return found
 
 
 @dataclass(frozen=True)

@@ -120,11 +120,7 @@ static int check_lengths(const TVMFFIAny *args, TVMFFIAny *checked, DLTensor *pl
 /* Outputs share no memory with the tables, which kernels read while they write. */
 static int check_tables(const DLTensor *tables, const DLTensor *plain, const View *views) {
   for (int i = 0; i < TABLES; ++i)
-    for (int output = OUT; output <= LSE; ++output) {
-      uintptr_t start = (uintptr_t)tables[i].data, end = start + bytes_of(&tables[i], tables[i].shape[0]);
-      uintptr_t written = (uintptr_t)plain[output].data, written_end = written + bytes_of(&plain[output], views[output].span);
-      if (views[output].span && start < written_end && written < end)
-        return fail("ValueError", "%s shares memory with %s, wanted outputs of their own", kWanted[output].name, kTables[i]);
-    }
+    for (int output = OUT; output <= LSE; ++output)
+      if (check_apart(output, plain, views, &tables[i], tables[i].shape[0], kTables[i])) return -1;
   return 0;
 }

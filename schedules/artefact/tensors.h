@@ -194,18 +194,24 @@ static int check_places(const Wanted *wanted, const DLTensor *tensor, const View
 
 static int64_t bytes_of(const DLTensor *tensor, int64_t elements) { return elements * (tensor->dtype.bits / 8); }
 
-/* Outputs share no memory with other tensors; where one lies between the first and the last element of another, they count as sharing. */
+/* An output shares no memory with another tensor; where one lies between the first and the last element of the other, they count as
+ * sharing. `span` is that of the other. */
+static int check_apart(int output, const DLTensor *plain, const View *views, const DLTensor *other, int64_t span, const char *name) {
+  uintptr_t start = (uintptr_t)other->data, end = start + bytes_of(other, span);
+  uintptr_t written = (uintptr_t)plain[output].data, written_end = written + bytes_of(&plain[output], views[output].span);
+  if (views[output].span && start < written_end && written < end)
+    return fail("ValueError", "%s shares memory with %s, wanted outputs of their own", kWanted[output].name, name);
+  return 0;
+}
+
+/* Tensors have data, and outputs share no memory with others. */
 static int check_memory(const DLTensor *plain, const View *views) {
   for (int i = 0; i < TENSORS + EXTRAS; ++i) {
     const char *name = i < TENSORS ? kWanted[i].name : kExtras[i - TENSORS].name;
     if (views[i].span == 0) continue;
-    uintptr_t start = (uintptr_t)plain[i].data, end = start + bytes_of(&plain[i], views[i].span);
-    if (start == 0) return fail("ValueError", "%s has no data, wanted a pointer to its elements", name);
-    for (int output = OUT; output <= LSE; ++output) {
-      uintptr_t written = (uintptr_t)plain[output].data, written_end = written + bytes_of(&plain[output], views[output].span);
-      if ((i < output || i >= TENSORS) && views[output].span && start < written_end && written < end)
-        return fail("ValueError", "%s shares memory with %s, wanted outputs of their own", kWanted[output].name, name);
-    }
+    if (plain[i].data == NULL) return fail("ValueError", "%s has no data, wanted a pointer to its elements", name);
+    for (int output = OUT; output <= LSE; ++output)
+      if ((i < output || i >= TENSORS) && check_apart(output, plain, views, &plain[i], views[i].span, name)) return -1;
   }
   return 0;
 }

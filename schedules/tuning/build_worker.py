@@ -109,8 +109,9 @@ def _declared_text(job, negative_scale):
     key = (space.family.NAME, space.workload, space.structure(job.plan), negative_scale)
     if key not in _declared:
         # What is built takes views with strides where the family's artefacts do; what a record names is the plain declaration.
-        built, plain = (tvm.IRModule({"main": func}) for func in (
-            build.declared(space.family, space.workload, job.plan, negative_scale),
-            space.family.declare(space.workload, job.plan, negative_scale=negative_scale)))
+        def declare(strided):
+            return tvm.IRModule({"main": build.declared(space.family, space.workload, job.plan, negative_scale, strided)})
+        plain = declare(False)
+        built = declare(True) if build.strided_of(space.family)[0] else plain
         _declared[key] = tvm.ir.save_json(built), str(tvm_ffi.structural_hash(plain))
     return _declared[key]

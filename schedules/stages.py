@@ -49,7 +49,16 @@ def own_fragment(sch, block, warps, vectorize=None):
         sch.vectorize(inner)
 
 
-def own_wide_rows(sch, block, warps):
+def own_output(sch, block, warps):
+    """Let every lane store what it holds of an output [rows, columns]: whole blocks of eight columns where there are four for each lane of
+    a quad, else the pairs that it holds side by side."""
+    if int(sch.get(loops_of(sch, block)[-1]).extent) % wide_stores.COLUMNS == 0:
+        _own_wide_rows(sch, block, warps)
+    else:
+        own_fragment(sch, block, warps, vectorize=2)
+
+
+def _own_wide_rows(sch, block, warps):
     """Let every lane store whole blocks of eight columns of a matrix [rows, columns] that is held in accumulators (lowering.wide_stores).
 
     Loop nest of the block::

@@ -26,7 +26,7 @@ from schedules.families.mma_plan import (  # noqa: F401, the family's other half
 from schedules.intrinsics import mma as intrinsics
 from schedules.intrinsics.mma import CHANNEL_STEPS
 from schedules.lowering import mma_pipeline, rewrite, software_pipeline
-from schedules.stages import copy_cooperatively, loops_of, own_fragment, own_statistics, read_index, unroll_all
+from schedules.stages import copy_cooperatively, loops_of, own_fragment, own_output, own_statistics, read_index, unroll_all
 from te_defs.flash_attention import flash_attention_forward
 from te_defs.integers import round_up
 
@@ -250,7 +250,7 @@ def bind_fragments(sch, plan):
     """
     for block in ("O_acc_init", "S_masked", "P", "P_cast", "O_acc"):
         own_fragment(sch, block, plan.warps)
-    own_fragment(sch, "O", plan.warps, vectorize=2)  # the pair that a lane holds side by side is one store
+    own_output(sch, "O", plan.warps)
     for block in (*STATISTICS, "row_max", "row_sum", "LSE"):
         own_statistics(sch, block, plan.warps)
 

@@ -27,8 +27,8 @@ from schedules.families.wgmma_plan import (  # noqa: F401, the family's other ha
     NAME, SLACK, WgmmaPlan, budget, decline, default_plan, further_plans, knobs, tile_choices)
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import CHANNEL_STEPS, statistics_layout
-from schedules.lowering import bulk_loads, polynomial_exp2, rewrite, software_pipeline, warp_roles, wgmma_pipeline, wide_stores
-from schedules.stages import loops_of, own_fragment, own_statistics, own_wide_rows, unroll_all
+from schedules.lowering import bulk_loads, polynomial_exp2, rewrite, software_pipeline, warp_roles, wgmma_pipeline
+from schedules.stages import loops_of, own_fragment, own_output, own_statistics, unroll_all
 from te_defs.flash_attention import flash_attention_forward
 from te_defs.integers import round_up
 
@@ -52,10 +52,6 @@ STATISTICS = ("row_max_init", "row_sum_init", "tile_max", "pair_max", "row_max_n
               "row_sum_new", "row_sum_total", "row_sum_inverse")
 #: The copy of the scores that waits for them, as cache_read names it.
 READY = "S_warp"
-
-
-#: Columns of O that the lanes of a quad exchange, to store 16 bytes each; other rows are stored by pairs.
-WIDE_COLUMNS = wide_stores.QUAD * wide_stores.BLOCK
 
 
 def statistics_of(plan):
@@ -227,10 +223,7 @@ def bind_accumulators(sch, plan):
     """
     for block in ("O_acc_init", "S_masked", "P", "P_cast"):
         own_fragment(sch, block, plan.warps)
-    if int(sch.get(loops_of(sch, "O")[-1]).extent) % WIDE_COLUMNS == 0:
-        own_wide_rows(sch, "O", plan.warps)
-    else:
-        own_fragment(sch, "O", plan.warps, vectorize=2)
+    own_output(sch, "O", plan.warps)
     for block in (*statistics_of(plan), "row_max", "row_sum", "LSE"):
         own_statistics(sch, block, plan.warps)
 

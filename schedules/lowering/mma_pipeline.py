@@ -10,6 +10,8 @@ from schedules.lowering import pass_lists, rewrite
 from schedules.lowering.aligned_strides import aligned_strides
 from schedules.lowering.empty_tiles import mark_empty_tiles, skip_empty_tiles
 from schedules.lowering.software_pipeline import expand_order
+from schedules.lowering.wide_stores import wide_stores
+from schedules.lowering.zero_fill import zero_fill
 
 #: Pass configuration that goes with the pipeline.
 CONFIG = {"tirx.use_async_copy": True, **pass_lists.UNROLLED_BY_NVCC}
@@ -28,6 +30,8 @@ pass_lists.register("flashtir_mma", [
     rewrite.lower_all_warp_memory(),
     rewrite.full_warp_mask(),
     rewrite.skip_rescale(),
+    wide_stores(),
+    zero_fill(),
     tirx.transform.ConvertSSA(),
     skip_empty_tiles(),
     tirx.transform.StmtSimplify(),

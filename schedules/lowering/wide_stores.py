@@ -16,6 +16,8 @@ from schedules.lowering.rewrite import function_pass, replace_marked, substitute
 #: Mark of the loop over the four blocks of a lane's columns, with the loop over the pair inside.
 WIDE_STORE = "pragma_flashtir_wide_store"
 QUAD, BLOCK, PAIR = 4, 8, 2
+#: Columns that a quad exchanges at once.
+COLUMNS = QUAD * BLOCK
 
 _SOURCE = """\
 __device__ __forceinline__ unsigned flashtir_pack_%(kind)s(float low, float high) {

@@ -12,17 +12,37 @@ def make_inputs(workload, shape, seed=0):
     return tuple(rng.standard_normal(size).astype(numpy_dtype(workload)) for size in shape.tensors(workload)[:3])
 
 
+def _of_heads(x, heads):
+    """x [B, M, G, C] as [B, H, M, C]: each key head serves a group of the query heads."""
+    return (np.repeat(x, heads // x.shape[2], axis=2) if heads else x).swapaxes(1, 2)
+
+
 def _product(q, k):
-    """Q K^T [B, H, N, M]; each key head serves a group of query heads."""
-    return np.einsum("bihc,bjhc->bhij", q, np.repeat(k, q.shape[2] // k.shape[2], axis=2) if q.shape[2] else k)
+    """Q K^T [B, H, N, M]."""
+    return q.swapaxes(1, 2) @ _of_heads(k, q.shape[2]).swapaxes(2, 3)
+
+
+def _mean(p, v):
+    """P V [B, N, H, DV]."""
+    return (p @ _of_heads(v, p.shape[1])).swapaxes(1, 2)
+
+
+def _sum_in_order(sums, a, b):
+    """Add the product of a [X, N, L] and b [X, L, M] to sums [X, N, M] one l after the other, as a plain loop does: NumPy's own order rounds
+    better than any kernel's need be. As many x at a time as caches hold."""
+    step = max(1, 2**17 // max(sums[:1].size, 1))
+    for x in range(0, len(sums), step):
+        part = sums[x:x + step]
+        for at in range(a.shape[2]):
+            part += a[x:x + step, :, at, None] * b[x:x + step, at, None]
+    return sums
 
 
 def _product_in_order(q, k):
-    """The same, summed channel by channel as a plain loop does: np.einsum's own order rounds better than any kernel's need be."""
-    s = np.zeros_like(_product(q[..., :0], k[..., :0]))
-    for c in range(q.shape[-1]):
-        s += _product(q[..., c:c + 1], k[..., c:c + 1])
-    return s
+    """The same in the order of `_sum_in_order`."""
+    (b, n, h, d), m = q.shape, k.shape[1]
+    q, k = (x.reshape(b * h, x.shape[2], d) for x in (_of_heads(q, h), _of_heads(k, h)))
+    return _sum_in_order(np.zeros((b * h, n, m), q.dtype), q, k.swapaxes(1, 2)).reshape(b, h, n, m)
 
 
 def _visible(workload, shape, arguments):
@@ -65,8 +85,7 @@ def forward(workload, q, k, v, scale=None, arguments=(), lengths=()):
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     s = _scores(workload, q, k, q.shape[-1] ** -0.5 if scale is None else scale, arguments)
     p, row_sum, row_max = _softmax(workload, s, arguments)
-    v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
-    out = np.einsum("bhij,bjhc->bihc", p / np.where(row_sum == 0, 1, row_sum), v)
+    out = _mean(p / np.where(row_sum == 0, 1, row_sum), v)
     with np.errstate(divide="ignore"):
         return out, (row_max + np.log(row_sum))[..., 0]
 
@@ -97,14 +116,14 @@ def _plain(workload, q, k, v, scale, arguments):
     q, k, v = (x.astype(np.float32) for x in (q, k, v))
     scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
     p, row_sum, row_max = _softmax(workload, _scores(workload, q, k, scale, arguments, _product_in_order), arguments)
-    v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
+    (b, h, n, m), dv = p.shape, v.shape[-1]
     row_sum -= p.sum(axis=-1, keepdims=True)  # what is left is the sink's part
-    out, rounded = np.zeros((*q.shape[:3], v.shape[-1]), np.float32), p.astype(dtype).astype(np.float32)
-    for j in range(k.shape[1]):
-        out += rounded[..., j].swapaxes(1, 2)[..., None] * v[:, j, None]
+    for j in range(m):
         row_sum += p[..., j, None]
     row_sum = np.where(row_sum == 0, 1, row_sum)
-    return (out / row_sum[..., 0].swapaxes(1, 2)[..., None]).astype(dtype), (row_max + np.log(row_sum))[..., 0]
+    rounded, v = p.astype(dtype).astype(np.float32).reshape(b * h, n, m), _of_heads(v, h).reshape(b * h, m, dv)
+    out = _sum_in_order(np.zeros((b * h, n, dv), np.float32), rounded, v).reshape(b, h, n, dv)
+    return (out / row_sum).swapaxes(1, 2).astype(dtype), (row_max + np.log(row_sum))[..., 0]
 
 
 def plain(workload, q, k, v, scale=None, arguments=()):
@@ -124,10 +143,9 @@ def _errors_of_rounding(workload, q, k, v, out, scale, arguments):
     p /= np.where(row_sum == 0, 1, row_sum)
     steps = 5 if workload.score else 1
     off = step * (abs(scale) * _product(abs(q), abs(k)) + np.where(np.isneginf(s), 0, steps * abs(s) + abs(s - row_max)) + 2)
-    v = np.repeat(v, q.shape[2] // v.shape[2], axis=2) if q.shape[2] else v
-    spread = np.sqrt(np.maximum(np.einsum("bhij,bjhc->bihc", p, v**2) - out**2, 0))
+    spread = np.sqrt(np.maximum(_mean(p, v**2) - out**2, 0))
     by_scores = np.sqrt((p * off**2).sum(axis=-1)).swapaxes(1, 2)[..., None] * spread
-    return by_scores + 2 * step * np.einsum("bhij,bjhc->bihc", p, abs(v)), (p * off).sum(axis=-1)
+    return by_scores + 2 * step * _mean(p, abs(v)), (p * off).sum(axis=-1)
 
 
 #: LSE is float32 whatever the inputs are: it may be off by so much more than twice its yardstick.

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from schedules.lowering.toolkit import ToolkitError, driver_version, find_toolkit, preload
+# Workers share the cores among them; NumPy reads this when it is imported first.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from schedules.lowering.toolkit import ToolkitError, driver_version, find_toolkit, preload  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).with_name("golden")

@@ -128,7 +128,7 @@ class TestKernels:
     @pytest.mark.parametrize("family, workload", [(mma, "fwd_d64_dv64_f16_full"), (simt, "fwd_d64_dv64_f32_full")], ids=["mma", "simt"])
     def test_accesses_to_neighbouring_channels_stay_vectors(self, text_of, family, workload):
         assert strided_of(family) == (False, True)
-        plain, views = (Counter(re.findall(r"\*\((\w+)\*\)\([QKVO]_ptr", text_of(family, workload, "sm_80", strided)))
+        plain, views = (Counter(re.findall(r"\*\(\w+\*\)\([QKVO]_ptr|flashtir_\w+\(", text_of(family, workload, "sm_80", strided)))
                         for strided in (False, True))
         assert plain == views and plain
 

@@ -155,10 +155,8 @@ static Refusal __attribute__((format(printf, 3, 4), cold)) refusal(const Variant
 /* Where a kernel finds sequences inside a tensor by the number of a row, batch entries with lengths must be whole rows apart, and the rows
  * must be few enough for the TMA's coordinates. */
 static Refusal consider_rows(const Variant *variant, const char *name, const DLTensor *plain, const View *view) {
-  enum { MOST_IN_SEQUENCE = 1 << 30, MOST = 0x7FFF0000 };
+  enum { MOST = 0x7FFF0000 };
   int64_t batch = plain->shape[0], rows = plain->shape[1], stride = view->strides[0], row = view->strides[1];
-  if (rows >= MOST_IN_SEQUENCE)
-    return refusal(variant, TOO_LONG, "%s.shape[%d] is %lld, wanted less than 2^30", name, BATCH_AXES, (long long)rows);
   if (batch > 1 && row == 0)
     return refusal(variant, MISALIGNED, "%s has stride 0 in dimension 1, wanted rows with places of their own", name);
   if (batch > 1 && stride % row)
@@ -169,6 +167,9 @@ static Refusal consider_rows(const Variant *variant, const char *name, const DLT
                    (long long)stride);
   return (Refusal){variant, SERVES, ""};
 }
+
+/* Kernels add rows to rows and to counts of keys, in 32 bits. */
+enum { MOST_ROWS = 1000000000 };
 
 static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], const View views[TENSORS]) {
   /* Vector instructions of a CPU take any address; those of a GPU that the kernels use do not. */
@@ -184,6 +185,8 @@ static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], c
     if (view->span > variant->max_elements)
       return refusal(variant, TOO_LARGE, "%s %s %s elements or more, wanted fewer", name, view->odd >= 0 ? "spans" : "has",
                      variant->beyond);
+    if (i <= OUT && plain[i].shape[1] > MOST_ROWS)
+      return refusal(variant, TOO_LONG, "%s.shape[%d] is %lld, wanted at most 10^9", name, BATCH_AXES, (long long)plain[i].shape[1]);
     if (past)
       return refusal(variant, MISALIGNED, "%s starts %d bytes past a multiple of %d, wanted data aligned to %d bytes", name, past,
                      variant->alignment, variant->alignment);

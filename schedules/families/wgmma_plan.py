@@ -14,8 +14,8 @@ LEAST_DIM = 32  # half of a swizzled line
 MEASURED = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 #: Keys of a tile, and registers of a consumer by `budget`, that a seed has at most at head dimensions that nobody has measured.
 MOST_KEYS, MOST_REGISTERS = 128, 200
-#: Registers of a loader that asks for each line of a tile by itself, at least (read off compiled kernels).
-LINE_LOADER_REGISTERS = 32
+#: Registers of a loader that asks for each line of a tile by itself, or looks key lengths up, at least (read off compiled kernels).
+BUSY_LOADER_REGISTERS = 32
 LOADER_REGISTERS = {1: 56, 2: 24, 3: 32}  # by consumer warpgroups, as FlashAttention-3 has them
 #: Registers beside S, P and O: statistics, addresses, barriers (read off compiled kernels).
 OTHER_REGISTERS = 32
@@ -90,10 +90,10 @@ def default_plan(workload, arch):
     even = workload.mask == "full" or not workload.mask_class.from_start
     order = order_of_work.TO_AND_FRO if even else order_of_work.FAIR
     plan = _dealt(workload, WgmmaPlan(**arch.wgmma_seed[_row_key(workload, arch)], blocks=arch.peak.sms, order_of_work=order))
+    plan = _with_loader(workload, plan)
     if (workload.head_dim, workload.value_dim) in MEASURED:
         return _with_room(workload, plan)
     least = plan.kv_tile if plan.groups > 2 or _whole_lines(workload) else 16
-    plan = _with_loader(workload, plan)
     tiles = [plan.but(kv_tile=kv_tile) for kv_tile in range(MOST_KEYS, least - 16, -16)] if plan.groups == 2 else [plan]
     fit = fitting(tiles, budget, workload, arch)
     return _with_room(workload, next(tile for tile in fit if _registers(workload, tile) <= MOST_REGISTERS or tile.kv_tile == least))
@@ -119,8 +119,9 @@ def _whole_lines(workload):
 
 
 def _with_loader(workload, plan):
-    """The plan with the registers that its loader needs: more where rows are no whole lines."""
-    return plan if _whole_lines(workload) else plan.but(loader_registers=max(plan.loader_registers, LINE_LOADER_REGISTERS))
+    """The plan with the registers that its loader needs: more where rows are no whole lines, and for key lengths."""
+    busy = workload.lengths == "keys" or not _whole_lines(workload)
+    return plan.but(loader_registers=max(plan.loader_registers, BUSY_LOADER_REGISTERS)) if busy else plan
 
 
 def _registers(workload, plan):

@@ -28,7 +28,7 @@ demo: $(READY) ## tune for MINUTES on what is there, export, run without a compi
 	$(PYTHON) -m scripts.bench $(WHAT) --logs build/demo/logs
 
 test: $(READY) ## all tests, by two workers; those that need a GPU are skipped without one
-	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-quick: $(READY) ## without the files that take half a minute or more
 	$(PYTHON) -m pytest -m "not slow and not gpu"

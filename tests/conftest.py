@@ -22,11 +22,22 @@ def pytest_addoption(parser):
     group.addoption("--update-nests", action="store_true", help="write the loop nests in the docstrings of stages anew")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
     if driver_version() is None and not config.getoption("--gpu"):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and its driver"))
+
+
+def _group(item):
+    """The tests that one worker takes together, since they share what it builds: those of a file, and of an engine where a file has them."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    family, whole = params.get("engine", (None, None))
+    return item.path.stem if family is None else f"{item.path.stem}-{family.NAME}-{whole}"
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,9 @@ A mask shows each row one range of keys, whose two ends never go back from row t
 key_begin(i) <= j < key_end(i). The kernels rely on it: key tiles before the first row's begin and from the last row's end on are
 skipped, and those that all rows see whole run without mask code. A mask that is not `exact` hides keys inside that range as well: then
 no tile runs without mask code.
+
+The backward pass asks the other way round: key j is seen by the rows from query_begin(j) up to query_end(j). These are rows' own indices,
+and never go back from key to key either. They follow from the ends of the rows' ranges; a mask may give them in closed form.
 """
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,7 +21,7 @@ import tvm
 from tvm import tirx
 
 from te_defs.arguments import COUNT, Modifier, ModifierError, Operand, find, parameter, require_kinds
-from te_defs.integers import between, maximum, minimum
+from te_defs.integers import between, first_where, less, maximum, minimum, select
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,14 @@ class Mask(Modifier):
         """One past the last key that row i may see, from 0 to kv_len; at or before key_begin where it sees none."""
         raise NotImplementedError
 
+    def query_begin(self, j, q_len, kv_len):
+        """The first query that may see key j, which must be one that exists: from 0 to q_len."""
+        return first_where(lambda i: self.key_end(self.position(i, q_len, kv_len), kv_len) > j, q_len)
+
+    def query_end(self, j, q_len, kv_len):
+        """One past the last query that may see key j, from 0 to q_len; at or before query_begin where none does."""
+        return q_len if self.from_start else first_where(lambda i: self.key_begin(self.position(i, q_len, kv_len), kv_len) > j, q_len)
+
     def visible(self, q_len, kv_len):
         """Which query sees which key: booleans [q_len, kv_len]."""
         if q_len * kv_len == 0:
@@ -76,6 +87,9 @@ class Full(Mask):
     def key_end(self, i, kv_len):
         return kv_len
 
+    def query_begin(self, j, q_len, kv_len):
+        return 0
+
 
 @dataclass(frozen=True)
 class Causal(Mask):
@@ -89,6 +103,9 @@ class Causal(Mask):
     def key_end(self, i, kv_len):
         return maximum(minimum(i + 1, kv_len), 0)
 
+    def query_begin(self, j, q_len, kv_len):
+        return maximum(j + q_len - kv_len, 0)
+
 
 @dataclass(frozen=True)
 class CausalTopLeft(Mask):
@@ -101,6 +118,9 @@ class CausalTopLeft(Mask):
 
     def key_end(self, i, kv_len):
         return minimum(i + 1, kv_len)
+
+    def query_begin(self, j, q_len, kv_len):
+        return minimum(j, q_len)
 
 
 @dataclass(frozen=True)
@@ -119,6 +139,12 @@ class Window(Mask):
     def key_end(self, i, kv_len):
         return maximum(minimum(i + self.right + 1, kv_len), 0)
 
+    def query_begin(self, j, q_len, kv_len):
+        return maximum(j + q_len - kv_len - self.right, 0)
+
+    def query_end(self, j, q_len, kv_len):
+        return maximum(minimum(j + q_len - kv_len + self.left + 1, q_len), 0)
+
 
 @dataclass(frozen=True)
 class Prefix(Mask):
@@ -130,6 +156,9 @@ class Prefix(Mask):
 
     def key_end(self, i, kv_len):
         return minimum(maximum(i + 1, self.prefix), kv_len)
+
+    def query_begin(self, j, q_len, kv_len):
+        return select(less(j, self.prefix), 0, maximum(j + q_len - kv_len, 0))
 
 
 def find_mask(name):

@@ -29,10 +29,11 @@ class Uniform:
 
     tensors   names of the int32 tensors that arrive with a call, behind the mask's arguments
     integers  names of the integers behind these
+    backward_integers  the same of the backward pass
     """
 
     name = "uniform"
-    tensors, integers = (), ()
+    tensors, integers, backward_integers = (), (), ()
 
     @staticmethod
     def part(b, q_len, kv_len):
@@ -52,10 +53,11 @@ class Keys(Uniform):
 
 class Packed(Uniform):
     """Sequences one after the other in tensors of a single entry: sequence b has the queries from cu_seqlens_q[b] up to the next, and the
-    keys likewise; no sequence has more than max_q queries."""
+    keys likewise; no sequence has more than max_q queries, nor more than max_k keys."""
 
     name = "packed"
     tensors, integers = ("cu_seqlens_q", "cu_seqlens_k"), ("max_q",)
+    backward_integers = ("max_q", "max_k")
 
     @staticmethod
     def part(b, q_len, kv_len, cu_seqlens_q, cu_seqlens_k):

@@ -1,0 +1,382 @@
+"""The FlashAttention backward pass as three plain TensorIR functions, in the form of te_defs/flash_attention.py.
+
+Scores are computed again from Q and K, and probabilities from these and the LSE of the forward pass (FlashAttention-2, algorithm 2):
+nothing of size N x M exists. With S the scores as they enter the softmax, all of one row i::
+
+    delta = rowsum(dO * O)        P = exp(S - LSE)          dP = dO V^T          dS = P * (dP - delta) * (slope of the modification)
+    dV = P^T dO                   dK = scale * dS^T Q       dQ = scale * dS K
+
+`attention_delta` makes delta. Two functions follow, so that every sum has one owner and one order, and two runs give the same bits; they
+need seven products where one function with additions to dQ in memory, in any order, needs five. Their blocks, in the order they run::
+
+    attention_dk_dv: a tile of keys
+        attn{ K_load V_load | dK_acc_init dV_acc_init
+              for e, the query heads of the group; for t, from the first query tile that sees a key up to the last that does:
+                  rows{ Q_load dO_load LSE_load delta_load | S | P P_masked P_cast | dV_acc_new | dP | dS dS_cast | dK_acc_new
+                        | dK_acc dV_acc }
+              dK dV }
+
+    attention_dq: a tile of queries
+        attn{ Q_load dO_load LSE_load delta_load | dQ_acc_init
+              for t, from the last key tile that is needed down to the first that is:
+                  kv{ K_load V_load | S | P P_masked | dP | dS dS_cast | dQ_acc_new | dQ_acc }
+              dQ }
+
+Rows that do not count are made so by their loads: of a query row past the end, or one that saw no key, LSE_tile is infinite, and so P, dS
+and all that it adds are zero. A key past the end spoils only rows of dK and dV that are not stored; from dQ the mask keeps it out.
+"""
+from dataclasses import replace
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from te_defs.arguments import parameter
+from te_defs.blocks import each, load, product, zero
+from te_defs.flash_attention import LOG2_E
+from te_defs.integers import minimum
+from te_defs.lengths import LENGTHS
+from te_defs.masks import Mask
+
+
+def attention_delta(workload):
+    """PrimFunc (dO [B, N, H, DV], O [B, N, H, DV], delta [B, H, N] float32) -> None: delta = rowsum(dO * O).
+
+    Packed sequences are one batch entry here; rows that belong to none are as good as any.
+    """
+    dtype, DV = workload.dtype, workload.value_dim
+
+    @T.prim_func(s_tir=True)
+    def delta_of(d_o: T.handle, o: T.handle, d: T.handle):
+        T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
+        B, N, H = T.int32(), T.int32(), T.int32()
+        dO = T.match_buffer(d_o, (B, N, H, DV), dtype, align=4)
+        O = T.match_buffer(o, (B, N, H, DV), dtype, align=4)
+        delta = T.match_buffer(d, (B, H, N), "float32", align=4)
+        for b, h, i, c in T.grid(B, H, N, DV):
+            with T.sblock("delta"):
+                vb, vh, vi, vc = T.axis.remap("SSSR", [b, h, i, c])
+                with T.init():
+                    delta[vb, vh, vi] = T.float32(0)
+                delta[vb, vh, vi] += T.cast(dO[vb, vi, vh, vc], "float32") * T.cast(O[vb, vi, vh, vc], "float32")
+
+    return delta_of
+
+
+class _Parameters:
+    """What both functions take behind the scale, and what they read from it."""
+
+    def __init__(self, workload):
+        arguments = [parameter(argument, workload.dtype) for argument in workload.arguments]
+        self.mask, self.score, _ = workload.modifiers(arguments)
+        self.lengths = LENGTHS[workload.lengths]
+        self.tables = [tirx.decl_buffer((tirx.Var("numbers", "int32"),), "int32", name=name) for name in self.lengths.tensors]
+        self.longest = [tirx.Var(name, "int32") for name in self.lengths.backward_integers]
+        self.all = [*arguments, *self.tables, *self.longest]
+        self.operands = [value for value, argument in zip(arguments, workload.arguments) if argument.kind.axes]
+
+    def of(self, func):
+        """The function with these parameters behind its own."""
+        return tirx.PrimFunc([*func.params, *self.all], func.body, func.ret_type, func.attrs)
+
+    def touched(self, *tensors):
+        """Regions of whole tensors: TVM would name what is touched by variables that are bound inside the block."""
+        return [tensor[tuple(slice(0, size) for size in tensor.shape)] for tensor in tensors]
+
+    def sizes(self, B, N, M):
+        """(batch entries, most queries of one, most keys of one)."""
+        return (self.tables[0].shape[0] - 1, *self.longest) if self.longest else (B, N, M)
+
+    def part(self, b, N, M):
+        """Rows of batch entry b; what a table says of them is read once."""
+        part = self.lengths.part(b, N, M, *self.tables)
+        return replace(part, **{name: value if any(value is known for known in (b, 0, N, M)) else _bound(value, name)
+                                for name, value in vars(part).items()})
+
+    def query_tiles(self, k0, q_tile, kv_tile, n, m):
+        """(first, number, whole) of the query tiles that see a key of the tile from k0 on, at least one, as pipelines can tell;
+        whole(t) says whether all rows of the tile in turn t see all keys. Rows and keys past the end may see anything."""
+        last, names = minimum(k0 + kv_tile, m) - 1, ("first_begin", "last_begin", "first_end", "last_end")
+        ends = [end(j, n, m) for end in (self.mask.query_begin, self.mask.query_end) for j in (k0, last)]
+        first_begin, last_begin, first_end, last_end = (_bound(end, name) if isinstance(end, tirx.Let) else end
+                                                        for end, name in zip(ends, names))
+        first = first_begin // q_tile
+        turns = tiles_of(last_end, q_tile) - first
+        turns = T.max(tirx.Select(k0 < m, turns, 0) if self.tables else turns, 1)
+
+        def whole(t):
+            below = t >= tiles_of(last_begin, q_tile) - first
+            if self.mask.from_start:  # then every key is seen up to the last query
+                return below
+            return tirx.And(below, t < tirx.Select(first_end < n, first_end // q_tile, tiles_of(n, q_tile)) - first)
+        return first, turns, whole
+
+    def key_tiles(self, q0, q_tile, kv_tile, n, m):
+        """(tiles, number, whole) of the key tiles that a row of the tile from q0 on sees: they run down from `tiles` - 1. As above, but
+        that keys past the end are seen by no row."""
+        i0 = self.mask.position(q0, n, m)
+        tiles = T.max(tiles_of(self.mask.key_end(i0 + (q_tile - 1), m), kv_tile), 1)
+        turns = tiles if self.mask.from_start else T.max(tiles - self.mask.key_begin(i0, m) // kv_tile, 1)
+
+        def whole(t):
+            below = t >= tiles - self.mask.key_end(i0, m) // kv_tile
+            if self.mask.from_start:
+                return below
+            return tirx.And(below, t < tiles - tiles_of(self.mask.key_begin(i0 + (q_tile - 1), m), kv_tile))
+        return tiles, turns, whole
+
+    def sees(self, b, h, i, j, n, m):
+        """Whether the mask shows key j to query row i of n, where m keys are."""
+        return self.mask.at(b).keep(self.mask.position(i, n, m), j, m)
+
+    def logit(self, s, scale, *place):
+        """The exponent, base 2, that a product s of a query and a key stands for, but for the LSE."""
+        if self.score is None:
+            return s * (scale * T.float32(LOG2_E))
+        return self.score.modify(s * scale, *place) * T.float32(LOG2_E)
+
+    def through_score(self, ds, s, scale, *place):
+        """The gradient of a scaled product, from that of the modified score."""
+        return ds if self.score is None else ds * self.score.derivative(s * scale, *place)
+
+
+def _bound(value, name):
+    """A value under a name, computed once."""
+    return T.bind(value, var=tirx.Var(name, "int32"))
+
+
+def tiles_of(rows, tile):
+    """Number of tiles that hold so many rows."""
+    return (rows + (tile - 1)) // tile
+
+
+@T.inline
+def load_statistics(LSE_tile, delta_tile, exists, lse, delta):
+    """Statistics of a tile's rows: LSE in base 2, infinite for rows that do not exist or see no key, and delta."""
+    with T.sblock("statistics"):
+        for i in T.serial(LSE_tile.shape[0]):
+            with T.sblock("LSE_load"):
+                vi = T.axis.spatial(LSE_tile.shape[0], i)
+                LSE_tile[vi] = T.if_then_else(
+                    exists(vi), T.if_then_else(lse(vi) > -T.infinity("float32"), lse(vi) * T.float32(LOG2_E), T.infinity("float32")),
+                    T.infinity("float32"))
+        for i in T.serial(delta_tile.shape[0]):
+            with T.sblock("delta_load"):
+                vi = T.axis.spatial(delta_tile.shape[0], i)
+                delta_tile[vi] = T.if_then_else(exists(vi), delta(vi), T.float32(0))
+
+
+@T.inline
+def probabilities(P, P_masked, S, LSE_tile, scale, given, whole, place):
+    """P = exp(S - LSE), and 0 where the mask hides the key. P itself is masked and not S, which a scale of zero or below would spoil."""
+    each(P, "P", lambda i, j: T.exp2(given.logit(S[i, j], scale, *place(i, j)) - LSE_tile[i]))
+    for i, j in T.grid(*P.shape):
+        with T.sblock("P_masked"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            if given.mask.exact:
+                if T.likely(whole):
+                    P_masked[vi, vj] = P[vi, vj]
+                else:
+                    P_masked[vi, vj] = T.if_then_else(given.sees(*place(vi, vj)), P[vi, vj], T.float32(0))
+            else:
+                P_masked[vi, vj] = T.if_then_else(given.sees(*place(vi, vj)), P[vi, vj], T.float32(0))
+
+
+@T.inline
+def score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given, place):
+    """dS = P * (dP - delta), through the score modification, and its copy for the products that follow."""
+    with T.sblock("gradient"):
+        each(dS, "dS", lambda i, j: given.through_score(P_masked[i, j] * (dP[i, j] - delta_tile[i]), S[i, j], scale, *place(i, j)))
+        each(dS_cast, "dS_cast", lambda i, j: T.cast(dS[i, j], dS_cast.dtype))
+
+
+def attention_dk_dv(workload, q_tile, kv_tile):
+    """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dK [B, M, G, D],
+    dV [B, M, G, DV], scale, ...) -> None.
+
+    B, N, M, H and G are symbolic; H must be a multiple of G, and the query heads of a group are summed one after the other. LSE, in natural
+    logarithm, delta and scale are float32; what follows are `workload.arguments` and those of the lengths (te_defs.lengths). Scale may be
+    of either sign or zero. Rows that see no key add nothing; keys that no row sees get zeros.
+
+    q_tile   query rows of a tile (Br in the paper)
+    kv_tile  key rows of a tile (Bc)
+    """
+    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)
+    PACKED, BOUND = workload.lengths == "packed", bool(given.tables) or type(given.mask).query_begin is Mask.query_begin
+
+    def stored(value, j, m):
+        """What key row j gets: past the length of its batch entry zero."""
+        return T.if_then_else(j < m, value, T.float32(0)) if workload.lengths == "keys" else value
+
+    @T.prim_func(s_tir=True, check_well_formed=False)
+    def dk_dv(d_o: T.handle, q: T.handle, k: T.handle, v: T.handle, lse: T.handle, d: T.handle, d_k: T.handle, d_v: T.handle,
+              scale: T.float32):
+        T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
+        B, N, M, H, G = T.int32(), T.int32(), T.int32(), T.int32(), T.int32()
+        dO = T.match_buffer(d_o, (B, N, H, DV), dtype, align=4)
+        Q = T.match_buffer(q, (B, N, H, D), dtype, align=4)
+        K = T.match_buffer(k, (B, M, G, D), dtype, align=4)
+        V = T.match_buffer(v, (B, M, G, DV), dtype, align=4)
+        LSE = T.match_buffer(lse, (B, H, N), "float32", align=4)
+        delta = T.match_buffer(d, (B, H, N), "float32", align=4)
+        dK = T.match_buffer(d_k, (B, M, G, D), dtype, align=4)
+        dV = T.match_buffer(d_v, (B, M, G, DV), dtype, align=4)
+        sequences, longest = T.meta_var(given.sizes(B, N, M)[::2])
+        # The first key tile first: under a causal mask the most queries see it, and a grid ends best on its short tiles.
+        for b, g, r in T.grid(sequences, G, tiles_of(longest, kv_tile)):
+            with T.sblock("attn"):
+                vb, vg, vr = T.axis.remap("SSS", [b, g, r])
+                if BOUND:
+                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *given.tables, *given.operands))
+                    T.writes(given.touched(dK, dV))
+                part = T.meta_var(given.part(vb, N, M))
+                n, m = T.meta_var((part.queries, part.keys))
+                k0 = T.meta_var(vr * kv_tile)
+                first, turns, whole = T.meta_var(given.query_tiles(k0, q_tile, kv_tile, n, m))
+                K_tile = T.sblock_alloc_buffer((kv_tile, D), dtype)
+                V_tile = T.sblock_alloc_buffer((kv_tile, DV), dtype)
+                dK_acc = T.sblock_alloc_buffer((kv_tile, D), "float32")
+                dV_acc = T.sblock_alloc_buffer((kv_tile, DV), "float32")
+                with T.sblock("load_keys"):
+                    load(K_tile, "K_load", lambda j: k0 + j < m, lambda j, c: K[part.entry, part.first_key + k0 + j, vg, c])
+                    load(V_tile, "V_load", lambda j: k0 + j < m, lambda j, c: V[part.entry, part.first_key + k0 + j, vg, c])
+                with T.sblock("init"):
+                    each(dK_acc, "dK_acc_init", zero)
+                    each(dV_acc, "dV_acc_init", zero)
+                for e, t in T.grid(H // G, turns):
+                    with T.sblock("rows"):
+                        ve = T.axis.opaque(H // G, e)
+                        vt = T.axis.opaque(T.max(tiles_of(N, q_tile), 1), t)
+                        h, q0 = T.meta_var((vg * (H // G) + ve, (first + vt) * q_tile))
+                        Q_tile = T.sblock_alloc_buffer((q_tile, D), dtype)
+                        dO_tile = T.sblock_alloc_buffer((q_tile, DV), dtype)
+                        LSE_tile = T.sblock_alloc_buffer((q_tile,), "float32")
+                        delta_tile = T.sblock_alloc_buffer((q_tile,), "float32")
+                        S = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        P = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        P_masked = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        P_cast = T.sblock_alloc_buffer((q_tile, kv_tile), dtype)
+                        dP = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        dS = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        dS_cast = T.sblock_alloc_buffer((q_tile, kv_tile), dtype)
+                        dK_acc_new = T.sblock_alloc_buffer((kv_tile, D), "float32")
+                        dV_acc_new = T.sblock_alloc_buffer((kv_tile, DV), "float32")
+                        load(Q_tile, "Q_load", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, h, c])
+                        load(dO_tile, "dO_load", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, h, c])
+                        load_statistics(LSE_tile, delta_tile, lambda i: q0 + i < n,
+                                        lambda i: LSE[part.entry, h, part.first_query + q0 + i],
+                                        lambda i: delta[part.entry, h, part.first_query + q0 + i])
+                        with T.sblock("qk"):
+                            product(S, "S", D, zero, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
+                        with T.sblock("softmax"):
+                            probabilities(P, P_masked, S, LSE_tile, scale, given, whole(vt), lambda i, j: (vb, h, q0 + i, k0 + j, n, m))
+                            each(P_cast, "P_cast", lambda i, j: T.cast(P_masked[i, j], dtype))
+                        with T.sblock("pdo"):
+                            product(dV_acc_new, "dV_acc_new", q_tile, lambda j, c: dV_acc[j, c],
+                                    lambda j, i: P_cast[i, j], lambda c, i: dO_tile[i, c])
+                        with T.sblock("dov"):
+                            product(dP, "dP", DV, zero, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
+                        score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given,
+                                        lambda i, j: (vb, h, q0 + i, k0 + j, n, m))
+                        with T.sblock("dsq"):
+                            product(dK_acc_new, "dK_acc_new", q_tile, lambda j, c: dK_acc[j, c],
+                                    lambda j, i: dS_cast[i, j], lambda c, i: Q_tile[i, c])
+                        with T.sblock("back"):
+                            each(dK_acc, "dK_acc", lambda j, c: dK_acc_new[j, c])
+                            each(dV_acc, "dV_acc", lambda j, c: dV_acc_new[j, c])
+                with T.sblock("finish"):
+                    for j, c in T.grid(kv_tile, D):
+                        with T.sblock("dK"):
+                            vj, vc = T.axis.remap("SS", [j, c])
+                            T.where(k0 + j < (m if PACKED else M))
+                            dK[part.entry, part.first_key + k0 + vj, vg, vc] = T.cast(stored(dK_acc[vj, vc] * scale, k0 + vj, m), dtype)
+                    for j, c in T.grid(kv_tile, DV):
+                        with T.sblock("dV"):
+                            vj, vc = T.axis.remap("SS", [j, c])
+                            T.where(k0 + j < (m if PACKED else M))
+                            dV[part.entry, part.first_key + k0 + vj, vg, vc] = T.cast(stored(dV_acc[vj, vc], k0 + vj, m), dtype)
+
+    return given.of(dk_dv)
+
+
+def attention_dq(workload, q_tile, kv_tile):
+    """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ [B, N, H, D], scale,
+    ...) -> None. As `attention_dk_dv`; rows that see no key get zeros."""
+    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)
+    BOUND = bool(given.tables)
+
+    @T.prim_func(s_tir=True, check_well_formed=False)
+    def dq(d_o: T.handle, q: T.handle, k: T.handle, v: T.handle, lse: T.handle, d: T.handle, d_q: T.handle, scale: T.float32):
+        T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
+        B, N, M, H, G = T.int32(), T.int32(), T.int32(), T.int32(), T.int32()
+        dO = T.match_buffer(d_o, (B, N, H, DV), dtype, align=4)
+        Q = T.match_buffer(q, (B, N, H, D), dtype, align=4)
+        K = T.match_buffer(k, (B, M, G, D), dtype, align=4)
+        V = T.match_buffer(v, (B, M, G, DV), dtype, align=4)
+        LSE = T.match_buffer(lse, (B, H, N), "float32", align=4)
+        delta = T.match_buffer(d, (B, H, N), "float32", align=4)
+        dQ = T.match_buffer(d_q, (B, N, H, D), dtype, align=4)
+        sequences, longest, _ = T.meta_var(given.sizes(B, N, M))
+        for b, h, r in T.grid(sequences, H, tiles_of(longest, q_tile)):
+            with T.sblock("attn"):
+                vb, vh, vr = T.axis.remap("SSS", [b, h, r])
+                # The last query tile first: under a causal mask it has the most keys, and a grid ends best on its short tiles.
+                if BOUND:
+                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *given.tables, *given.operands))
+                    T.writes(given.touched(dQ))
+                part = T.meta_var(given.part(vb, N, M))
+                n, m = T.meta_var((part.queries, part.keys))
+                q0 = T.meta_var((tiles_of(longest, q_tile) - 1 - vr) * q_tile)
+                tiles, turns, whole = T.meta_var(given.key_tiles(q0, q_tile, kv_tile, n, m))
+                g = T.meta_var(vh // (H // G))
+                Q_tile = T.sblock_alloc_buffer((q_tile, D), dtype)
+                dO_tile = T.sblock_alloc_buffer((q_tile, DV), dtype)
+                LSE_tile = T.sblock_alloc_buffer((q_tile,), "float32")
+                delta_tile = T.sblock_alloc_buffer((q_tile,), "float32")
+                dQ_acc = T.sblock_alloc_buffer((q_tile, D), "float32")
+                with T.sblock("load_queries"):
+                    load(Q_tile, "Q_load", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, vh, c])
+                    load(dO_tile, "dO_load", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, vh, c])
+                    load_statistics(LSE_tile, delta_tile, lambda i: q0 + i < n,
+                                    lambda i: LSE[part.entry, vh, part.first_query + q0 + i],
+                                    lambda i: delta[part.entry, vh, part.first_query + q0 + i])
+                with T.sblock("init"):
+                    each(dQ_acc, "dQ_acc_init", zero)
+                for t in T.serial(turns):
+                    with T.sblock("kv"):
+                        vt = T.axis.opaque(T.max(tiles_of(M, kv_tile), 1), t)
+                        k0 = T.meta_var((tiles - 1 - vt) * kv_tile)
+                        K_tile = T.sblock_alloc_buffer((kv_tile, D), dtype)
+                        V_tile = T.sblock_alloc_buffer((kv_tile, DV), dtype)
+                        S = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        P = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        P_masked = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        dP = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        dS = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
+                        dS_cast = T.sblock_alloc_buffer((q_tile, kv_tile), dtype)
+                        dQ_acc_new = T.sblock_alloc_buffer((q_tile, D), "float32")
+                        # Only the last tile can reach past the end, and it comes first.
+                        load(K_tile, "K_load", lambda j: T.Or(vt >= 1, k0 + j < m),
+                             lambda j, c: K[part.entry, part.first_key + k0 + j, g, c])
+                        load(V_tile, "V_load", lambda j: T.Or(vt >= 1, k0 + j < m),
+                             lambda j, c: V[part.entry, part.first_key + k0 + j, g, c])
+                        with T.sblock("qk"):
+                            product(S, "S", D, zero, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
+                        with T.sblock("softmax"):
+                            probabilities(P, P_masked, S, LSE_tile, scale, given, whole(vt), lambda i, j: (vb, vh, q0 + i, k0 + j, n, m))
+                        with T.sblock("dov"):
+                            product(dP, "dP", DV, zero, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
+                        score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given,
+                                        lambda i, j: (vb, vh, q0 + i, k0 + j, n, m))
+                        with T.sblock("dsk"):
+                            product(dQ_acc_new, "dQ_acc_new", kv_tile, lambda i, c: dQ_acc[i, c],
+                                    lambda i, j: dS_cast[i, j], lambda c, j: K_tile[j, c])
+                        with T.sblock("back"):
+                            each(dQ_acc, "dQ_acc", lambda i, c: dQ_acc_new[i, c])
+                with T.sblock("finish"):
+                    for i, c in T.grid(q_tile, D):
+                        with T.sblock("dQ"):
+                            vi, vc = T.axis.remap("SS", [i, c])
+                            T.where(q0 + i < n)
+                            dQ[part.entry, part.first_query + q0 + vi, vh, vc] = T.cast(dQ_acc[vi, vc] * scale, dtype)
+
+    return given.of(dq)

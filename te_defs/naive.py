@@ -60,6 +60,64 @@ def naive_attention(workload):
     return te.create_prim_func([Q, K, V, O, LSE, scale, *arguments])
 
 
+def naive_backward(workload):
+    """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], dQ, dK, dV, scale, ...)
+    -> None: gradients of the shapes of Q, K and V, P recomputed from the LSE of `naive_attention`; sizes and sums as there."""
+    arguments, D, DV = [_parameter(argument, workload.dtype) for argument in workload.arguments], workload.head_dim, workload.value_dim
+    mask, score, _ = workload.modifiers([x.astype("int64") if argument.kind.name == "count" else x
+                                         for x, argument in zip(arguments, workload.arguments)])
+    B, N, M, H, G = (te.var(name, "int64") for name in ("B", "N", "M", "H", "G"))
+    scale = te.var("scale", "float32")
+    dO, O = (te.placeholder((B, N, H, DV), workload.dtype, name=name) for name in ("dO", "O"))
+    Q = te.placeholder((B, N, H, D), workload.dtype, name="Q")
+    K, V = (te.placeholder((B, M, G, size), workload.dtype, name=name) for name, size in (("K", D), ("V", DV)))
+    LSE = te.placeholder((B, H, N), "float32", name="LSE")
+    group = H // G
+    i, j, e = te.reduce_axis((0, N), name="i"), te.reduce_axis((0, M), name="j"), te.reduce_axis((0, group), name="e")
+
+    def wide(tensor, *place):
+        return tensor[place].astype("float32")
+
+    def scores(a, b, channels, name):
+        """a b^T of a tensor of the query heads and one of the key heads."""
+        c = te.reduce_axis((0, channels), name="c")
+        return te.compute((B, H, N, M), lambda b_, h, i, j: te.sum(wide(a, b_, i, h, c) * wide(b, b_, j, h // group, c), axis=c), name=name)
+
+    def place(b, h, i, j):
+        return [x.astype("int32") for x in (b, h, i, j, N, M)]
+
+    def probability(b, h, i, j):
+        s = S[b, h, i, j] * scale
+        s = s if score is None else score.modify(s, *place(b, h, i, j))
+        kept = tirx.And(mask.at(b).keep(mask.position(i, N, M), j, M), LSE[b, h, i] > tirx.const(float("-inf"), "float32"))
+        return tirx.Select(kept, te.exp(s - LSE[b, h, i]), tirx.const(0, "float32"))
+
+    def gradient(b, h, i, j):
+        ds, s = P[b, h, i, j] * (dP[b, h, i, j] - delta[b, h, i]), S[b, h, i, j] * scale
+        return ds if score is None else ds * score.derivative(s, *place(b, h, i, j))
+
+    def of_keys(scores, rows, channels, name):
+        """scores^T rows, summed over the query heads of a group."""
+        return te.compute((B, M, G, channels), lambda b, j, g, c: te.sum(
+            scores[b, g * group + e, i, j] * wide(rows, b, i, g * group + e, c), axis=(e, i)), name=name)
+
+    def rounded(total, like, exists, factor, name):
+        # Asked of the lengths: TVM never initialises a reduction over an empty axis.
+        return te.compute(like.shape, lambda *at: tirx.Select(exists, total[at] * factor, tirx.const(0, "float32")).astype(
+            workload.dtype), name=name)
+
+    S, dP = scores(Q, K, D, "S"), scores(dO, V, DV, "dP")
+    c = te.reduce_axis((0, DV), name="c")
+    delta = te.compute((B, H, N), lambda b, h, i: te.sum(wide(dO, b, i, h, c) * wide(O, b, i, h, c), axis=c), name="delta")
+    P = te.compute((B, H, N, M), probability, name="P")
+    dS = te.compute((B, H, N, M), gradient, name="dS")
+    dQ_acc = te.compute((B, N, H, D), lambda b, i, h, c: te.sum(dS[b, h, i, j] * wide(K, b, j, h // group, c), axis=j), name="dQ_acc")
+    dQ = rounded(dQ_acc, Q, M > 0, scale, "dQ")
+    dK = rounded(of_keys(dS, Q, D, "dK_acc"), K, tirx.And(N > 0, H > 0), scale, "dK")
+    dV = rounded(of_keys(P, dO, DV, "dV_acc"), V, tirx.And(N > 0, H > 0), tirx.const(1, "float32"), "dV")
+    return te.create_prim_func([dO, Q, K, V, O, LSE, dQ, dK, dV, scale, *arguments])
+
+
 def _parameter(argument, dtype):
     """Parameter of the function for an Argument."""
     kind = argument.kind

@@ -90,24 +90,49 @@ def forward(workload, q, k, v, scale=None, arguments=(), lengths=()):
         return out, (row_max + np.log(row_sum))[..., 0]
 
 
-def backward(workload, dout, q, k, v, out, lse, scale=None, arguments=()):
-    """Gradients dQ, dK, dV in float64, recomputed from the LSE (FlashAttention-2, section 2.3.2), without a score modification.
+def _grouped(x, heads):
+    """K or V [B, M, G, C] as each query head reads it, [B, M, H, C]."""
+    return np.repeat(x, heads // x.shape[2], axis=2) if heads else x[:, :, :0]
 
-    Shapes as in `forward`; dK and dV of a key head are summed over its group of query heads.
-    """
-    dout, q, k, v, out, lse = (x.astype(np.float64) for x in (dout, q, k, v, out, lse))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    (b, m, g, _), h = k.shape, q.shape[2]
-    group = h // g if h else 1
+
+def _summed_over_groups(x, key_heads):
+    """Gradients [B, M, H, C] of what query heads read as those of key heads [B, M, G, C]."""
+    b, m, h, c = x.shape
+    return x.reshape(b, m, key_heads, h // key_heads if key_heads else 0, c).sum(axis=3)
+
+
+def _probabilities(workload, q, k, lse, scale, arguments):
+    """(S with the modification, P, slope of the modification) [B, H, N, M], P from the LSE [B, H, N]."""
+    raw, (_, score, _) = _product(q, k) * scale, workload.modifiers(arguments)
     s = _scores(workload, q, k, scale, arguments)
     seen = ~np.isneginf(lse)[..., None]
-    p = np.where(seen, np.exp(s - np.where(seen, lse[..., None], 0)), 0)
-    delta = np.einsum("bihc,bihc->bhi", dout, out)[..., None]
-    ds = p * (np.einsum("bihc,bjhc->bhij", dout, np.repeat(v, group, axis=2)) - delta)
-    dq = scale * np.einsum("bhij,bjhc->bihc", ds, np.repeat(k, group, axis=2))
+    p = np.exp(np.where(seen, s - np.where(seen, lse[..., None], 0), -np.inf))
+    return s, p, 1.0 if score is None else np.where(p > 0, score.applied_slopes(raw, raw.shape[2:]), 0)
+
+
+def backward(workload, dout, q, k, v, out, lse, scale=None, arguments=(), lengths=()):
+    """Gradients dQ, dK, dV in float64, recomputed from the LSE (FlashAttention-2, section 2.3.2); those of the arguments are left out.
+
+    Shapes as in `forward`; dK and dV of a key head are summed over its group of query heads. With lengths, keys past the length of their
+    batch entry have gradients of zero, and rows of packed sequences that belong to none NaN.
+    """
+    if lengths:
+        past = np.nan if workload.lengths == "packed" else 0.0
+        gradients = np.full(q.shape, np.nan), np.full(k.shape, past), np.full(v.shape, past)
+        for entry, rows, keys in slices(workload.lengths, q.shape[1], k.shape[1], lengths, q.shape[0]):
+            found = backward(workload, dout[entry, rows], q[entry, rows], k[entry, keys], v[entry, keys], out[entry, rows],
+                             lse[entry, :, rows], scale, arguments)
+            for gradient, of, part in zip(gradients, (rows, keys, keys), found):
+                gradient[entry, of] = part
+        return gradients
+    dout, q, k, v, out, lse = (x.astype(np.float64) for x in (dout, q, k, v, out, lse))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    _, p, slope = _probabilities(workload, q, k, lse, scale, arguments)
+    ds = p * (_product(dout, v) - np.einsum("bihc,bihc->bhi", dout, out)[..., None]) * slope
+    dq = scale * np.einsum("bhij,bjhc->bihc", ds, _grouped(k, q.shape[2]))
     dk = scale * np.einsum("bhij,bihc->bjhc", ds, q)
     dv = np.einsum("bhij,bihc->bjhc", p, dout)
-    return dq, *(x.reshape(b, m, g, group, x.shape[-1]).sum(axis=3) for x in (dk, dv))
+    return dq, *(_summed_over_groups(x, k.shape[2]) for x in (dk, dv))
 
 
 def _plain(workload, q, k, v, scale, arguments):
@@ -198,4 +223,79 @@ def mismatch(out, lse, answer, lse_answer, bound, lse_bound=LSE_TOLERANCE):
     if not (error <= allowed).all():
         worst = (error - allowed).argmax()
         return f"LSE is {lse[~dead][worst]:.6g} where {lse_answer[~dead][worst]:.6g} is right"
+    return None
+
+
+def plain_backward(workload, dout, q, k, v, scale=None, arguments=()):
+    """The yardstick of gradients: plain attention that reads the input type, its O and LSE, and sums in float32, in order; P, dS and the
+    gradients are rounded to the input type."""
+    dtype = numpy_dtype(workload)
+    out, lse = _plain(workload, q, k, v, scale, arguments)
+    dout, q, k, v, out = (x.astype(np.float32) for x in (dout, q, k, v, out))
+    scale, keys = np.float32(q.shape[-1] ** -0.5 if scale is None else scale), _grouped(k, q.shape[2])
+    raw, (_, score, _) = _product_in_order(q, k) * scale, workload.modifiers(arguments)
+    s = _scores(workload, q, k, scale, arguments, _product_in_order)
+    p = np.exp(np.where(np.isneginf(s), s, s - np.where(np.isneginf(lse), 0, lse)[..., None]))
+    ds = p * (_product_in_order(dout, v) - np.cumsum(dout * out, axis=-1)[..., -1].swapaxes(1, 2)[..., None])
+    ds = ds if score is None else np.where(p > 0, ds * score.applied_slopes(raw, raw.shape[2:]), 0)
+    p, ds = (x.astype(dtype).astype(np.float32) for x in (p, ds))
+    dq, dk, dv = (np.zeros(x.shape[:2] + (q.shape[2], x.shape[3]), np.float32) for x in (q, k, v))
+    for j in range(k.shape[1]):
+        dq += ds[..., j].swapaxes(1, 2)[..., None] * keys[:, j, None]
+    for i in range(q.shape[1]):
+        dk += ds[:, :, i].swapaxes(1, 2)[..., None] * q[:, i, None]
+        dv += p[:, :, i].swapaxes(1, 2)[..., None] * dout[:, i, None]
+    return tuple(x.astype(dtype) for x in (dq * scale, _summed_over_groups(dk, k.shape[2]) * scale, _summed_over_groups(dv, k.shape[2])))
+
+
+def _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments):
+    """Errors of dQ, dK, dV to first order, where each step is rounded once: scores and P as in `_errors_of_rounding` and by the LSE, sums
+    by their products' magnitudes, and P, dS and O to the input type. Errors of single scores add up like chance, that of delta along
+    its row."""
+    out, lse = forward(workload, q, k, v, scale, arguments)
+    dout, q, k, v = (x.astype(np.float64) for x in (dout, q, k, v))
+    scale, step, keys = q.shape[-1] ** -0.5 if scale is None else scale, np.finfo(np.float32).eps / 2, _grouped(k, q.shape[2])
+    cast = 0 if workload.dtype == "float32" else ml_dtypes.finfo(numpy_dtype(workload)).eps / 2
+    s, p, slope = _probabilities(workload, q, k, lse, scale, arguments)
+    s, lse = np.where(p > 0, s, 0), np.where(np.isneginf(lse), 0, lse)[..., None]
+    off = step * (abs(scale) * _product(abs(q), abs(k)) + (5 if workload.score else 1) * abs(s) + abs(lse) + abs(s - lse) + 2) + cast
+    of_delta = step * np.einsum("bihc,bihc->bhi", abs(dout), abs(out)) + cast * np.sqrt(np.einsum("bihc,bihc->bhi", dout**2, out**2))
+    of_delta, slope = of_delta[..., None], abs(slope)
+    ds = abs(p * slope * (_product(dout, v) - np.einsum("bihc,bihc->bhi", dout, out)[..., None]))
+    of_ds = (ds * off + step * p * slope * _product(abs(dout), abs(v)))**2
+    dq = np.sqrt(np.einsum("bhij,bjhc->bihc", of_ds, keys**2)) + step * np.einsum("bhij,bjhc->bihc", ds, abs(keys))
+    dq += of_delta.swapaxes(1, 2) * abs(np.einsum("bhij,bjhc->bihc", p * slope, keys))
+    dk = np.sqrt(np.einsum("bhij,bihc->bjhc", of_ds + (p * slope * of_delta)**2, q**2)) + step * np.einsum("bhij,bihc->bjhc", ds, abs(q))
+    dv = np.sqrt(np.einsum("bhij,bihc->bjhc", (p * off)**2, dout**2)) + step * np.einsum("bhij,bihc->bjhc", p, abs(dout))
+    return abs(scale) * dq, abs(scale) * _summed_over_groups(dk, k.shape[2]), _summed_over_groups(dv, k.shape[2])
+
+
+def backward_tolerances(workload, dout, q, k, v, answers, scale=None, arguments=(), lengths=()):
+    """Largest errors that dQ, dK and dV may have, in the spirit of `tolerances`: twice that of `plain_backward` on the same inputs, or what
+    rounding does anyhow, plus one rounding step of the output type.
+
+    answers  (dQ, dK, dV) in float64
+    """
+    if lengths:
+        parts = [backward_tolerances(workload, dout[entry, rows], q[entry, rows], k[entry, keys], v[entry, keys],
+                                     [x[entry, of] for x, of in zip(answers, (rows, keys, keys))], scale, arguments)
+                 for entry, rows, keys in slices(workload.lengths, q.shape[1], k.shape[1], lengths, q.shape[0])]
+        return tuple(max(bound) for bound in zip((0.0, 0.0, 0.0), *parts))
+    kind = ml_dtypes.finfo(numpy_dtype(workload))
+    errors = zip(answers, plain_backward(workload, dout, q, k, v, scale, arguments),
+                 _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments))
+    return tuple(max(2 * np.abs(plain.astype(np.float64) - answer).max(initial=0), rounding.max(initial=0))
+                 + float(kind.eps) * np.abs(answer).max(initial=0) + float(kind.smallest_subnormal) for answer, plain, rounding in errors)
+
+
+def backward_mismatch(gradients, answers, bounds, lse):
+    """None where gradients (dQ, dK, dV) pass, else one sentence. bounds are the `backward_tolerances`, lse [B, H, N] that of the forward
+    pass: rows without keys must have dQ = 0 exactly. Elements whose answer is NaN may be anything."""
+    for name, found, answer, bound in zip(("dQ", "dK", "dV"), gradients, answers, bounds):
+        error = np.where(np.isnan(answer), 0, np.abs(np.nan_to_num(found.astype(np.float64), nan=np.inf) - answer))
+        if not error.max(initial=0) <= bound:
+            at = tuple(int(x) for x in np.unravel_index(error.argmax(), error.shape))
+            return f"{name}{list(at)} is {float(found[at]):.6g} where {answer[at]:.6g} is right: error {error[at]:.2e} exceeds {bound:.2e}"
+    if np.any(gradients[0].swapaxes(1, 2)[np.isneginf(lse)]):
+        return "a row that sees no key must have dQ = 0, and has something else"
     return None

@@ -15,6 +15,7 @@ import tvm
 from tvm import tirx
 
 from te_defs.arguments import PER_HEAD, PER_SCORE, POSITIVE, Modifier, ModifierError, find, parameter, require_kinds
+from te_defs.derivative import derivative
 from te_defs.evaluate import evaluate
 
 
@@ -33,8 +34,19 @@ class Score(Modifier):
         """The modified score, a float32 expression."""
         raise NotImplementedError
 
+    def derivative(self, s, b, h, i, j, q_len, kv_len):
+        """The derivative of the modified score by the scaled score, a float32 expression; by rules, unless a class knows better."""
+        return derivative(self.modify(s, b, h, i, j, q_len, kv_len), s)
+
     def applied(self, s, lengths):
         """NumPy scores [B, H, N, M] modified, in their own precision; the tensors of this instance are arrays."""
+        return self._evaluated(type(self).modify, s, lengths)
+
+    def applied_slopes(self, s, lengths):
+        """The derivatives at scores [B, H, N, M], likewise."""
+        return self._evaluated(type(self).derivative, s, lengths)
+
+    def _evaluated(self, method, s, lengths):
         variables, places = _variables(), np.meshgrid(*(np.arange(size) for size in s.shape), indexing="ij", sparse=True)
         arguments, values = [], dict(zip(variables, (s, *places, *lengths)))
         for argument, value in zip(self.arguments(), vars(self).values()):
@@ -44,7 +56,7 @@ class Score(Modifier):
             else:
                 arguments.append(tirx.Var(argument.name, "float32"))
                 values[arguments[-1]] = np.float32(value)
-        return np.broadcast_to(evaluate(type(self).of(arguments).modify(*variables), values), s.shape)
+        return np.broadcast_to(evaluate(method(type(self).of(arguments), *variables), values), s.shape)
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,11 @@ class Softcap(Score):
         square = x * x
         series = x * (one - square * (third - square * (tirx.const(2 / 15, "float32") - square * tirx.const(17 / 315, "float32"))))
         return self.cap * tirx.Select(tirx.abs(x) < near, series, one - two / (one + tirx.exp(two * x)))
+
+    def derivative(self, s, b, h, i, j, q_len, kv_len):
+        """1 - tanh^2: by rules it would be a quotient of exponentials, which overflow."""
+        t = self.modify(s, b, h, i, j, q_len, kv_len) / self.cap
+        return tirx.const(1, "float32") - t * t
 
 
 @dataclass(frozen=True)

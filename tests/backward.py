@@ -1,0 +1,62 @@
+"""Running backward functions on the CPU and asking the reference whether their gradients are right."""
+import numpy as np
+import tvm
+
+from te_defs import reference
+from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
+from te_defs.naive import naive_backward
+
+
+class Naive:
+    """The definition, compiled: (dO, Q, K, V, O, LSE, scale, further arguments) -> dQ, dK, dV."""
+
+    def __init__(self, workload):
+        self.function = tvm.compile(naive_backward(workload), "llvm")
+
+    def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
+        gradients = _outputs(q, k, v)
+        self.function(*map(tvm.runtime.tensor, (dout, q, k, v, out, lse)), *gradients, scale, *_handed_over(arguments))
+        return [x.numpy() for x in gradients]
+
+
+class Plain:
+    """The plain functions, unscheduled, compiled: the same call. Arguments of the lengths are the last."""
+
+    def __init__(self, workload, q_tile=32, kv_tile=16):
+        functions = attention_delta(workload), *(form(workload, q_tile, kv_tile) for form in (attention_dk_dv, attention_dq))
+        self.delta, self.dk_dv, self.dq = (tvm.compile(function, "llvm") for function in functions)
+
+    def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
+        dout, q_, k_, v_, out, lse_ = map(tvm.runtime.tensor, (dout, q, k, v, out, lse))
+        delta, (dq, dk, dv), arguments = tvm.runtime.tensor(np.full_like(lse, np.nan)), _outputs(q, k, v), _handed_over(arguments)
+        self.delta(dout, out, delta)
+        self.dk_dv(dout, q_, k_, v_, lse_, delta, dk, dv, scale, *arguments)
+        self.dq(dout, q_, k_, v_, lse_, delta, dq, scale, *arguments)
+        return [x.numpy() for x in (dq, dk, dv)]
+
+
+def _outputs(*inputs):
+    return [tvm.runtime.tensor(np.full_like(x, np.nan)) for x in inputs]
+
+
+def _handed_over(arguments):
+    return [tvm.runtime.tensor(x) if isinstance(x, np.ndarray) else x for x in arguments]
+
+
+def problem(workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1):
+    """(what a backward function is handed, the float64 answers (dQ, dK, dV) and LSE) of seeded inputs, Q and K times a factor."""
+    q, k, v = reference.make_inputs(workload, shape, seed)
+    q, k = (x * x.dtype.type(factor) for x in (q, k))
+    dout = np.random.default_rng([seed, 1]).standard_normal((*q.shape[:3], v.shape[3])).astype(q.dtype)
+    out, lse = reference.forward(workload, q, k, v, scale, arguments, lengths)
+    answers = reference.backward(workload, dout, q, k, v, out, lse, scale, arguments, lengths)
+    return (dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)), answers, lse
+
+
+def verdict(function, workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1):
+    """None where the gradients are right on seeded inputs, else the reference's sentence."""
+    scale = float(np.float32(scale))
+    given, answers, lse = problem(workload, shape, scale, arguments, lengths, seed, factor)
+    bounds = reference.backward_tolerances(workload, *given[:4], answers, scale, arguments, lengths)
+    gradients = function(*given, scale, (*arguments, *lengths))
+    return reference.backward_mismatch(gradients, answers, bounds, lse)

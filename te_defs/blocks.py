@@ -1,36 +1,46 @@
-"""Blocks that plain TensorIR functions are made of, written once: what a block computes is handed in as a function of its place."""
+"""Blocks that plain TensorIR functions are made of, each written once: what it computes is handed in as a function of its place.
+
+They are Python functions that build as they are called, from inside a TVMScript function. T.inline and T.macro would number the names of
+their blocks from call to call.
+"""
+from contextlib import contextmanager
+
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
 
 
-@T.inline
-def each(out, name, value):
-    """Set every element of out [rows, columns]: value(row, column)."""
-    for row, column in T.grid(*out.shape):
+@contextmanager
+def block(name, axes, extents, kinds=None):
+    """A block in loops of its own; yields its axes.
+
+    axes   a letter for each loop
+    kinds  "S" or "R" for each; None: all are spatial
+    """
+    with T.grid(*extents) as loops:
+        loops = [IRBuilder.name(axis, loop) for axis, loop in zip(axes, loops if len(axes) > 1 else [loops])]
         with T.sblock(name):
-            vr, vc = T.axis.remap("SS", [row, column])
-            out[vr, vc] = value(vr, vc)
+            found = T.axis.remap(kinds or "S" * len(axes), loops)
+            yield [IRBuilder.name(f"v{axis}", var) for axis, var in zip(axes, found if len(axes) > 1 else [found])]
 
 
-@T.inline
-def load(out, name, exists, source):
-    """Copy a tile, out [rows, columns], from source(row, column), with zeros where a row does not exist."""
-    for row, column in T.grid(*out.shape):
-        with T.sblock(name):
-            vr, vc = T.axis.remap("SS", [row, column])
-            out[vr, vc] = T.if_then_else(exists(vr), source(vr, vc), T.cast(0.0, out.dtype))
+def each(out, name, axes, value):
+    """Set every element: out[place] = value(*place)."""
+    with block(name, axes, out.shape) as place:
+        T.buffer_store(out, value(*place), place)
 
 
-@T.inline
-def product(out, name, terms, first, a, b):
-    """Add up products in float32: out [rows, columns] = first(row, column) + the sum over terms of a(row, term) * b(column, term)."""
-    for row, column, term in T.grid(*out.shape, terms):
-        with T.sblock(name):
-            vr, vc, vt = T.axis.remap("SSR", [row, column, term])
-            with T.init():
-                out[vr, vc] = first(vr, vc)
-            out[vr, vc] += T.cast(a(vr, vt), "float32") * T.cast(b(vc, vt), "float32")
+def load(out, name, axes, exists, source):
+    """Copy a tile out [rows, channels] from source(row, channel), with zeros where a row does not exist."""
+    each(out, name, axes, lambda row, c: T.if_then_else(exists(row), source(row, c), T.cast(0.0, out.dtype)))
 
 
-def zero(row, column):
-    """What most sums start from."""
-    return T.float32(0)
+def product(out, name, axes, terms, a, b, first=None):
+    """Add up products in float32: out[row, column] = first[row, column] + the sum over terms of a(row, term) * b(column, term).
+
+    axes   letters of row, column and term
+    first  a matrix like out; None: zeros
+    """
+    with block(name, axes, (*out.shape, terms), "SSR") as (row, column, term):
+        with T.init():
+            T.buffer_store(out, T.float32(0) if first is None else first[row, column], [row, column])
+        T.buffer_store(out, out[row, column] + T.cast(a(row, term), "float32") * T.cast(b(column, term), "float32"), [row, column])

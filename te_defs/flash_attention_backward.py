@@ -31,11 +31,10 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from te_defs.arguments import parameter
-from te_defs.blocks import each, load, product, zero
+from te_defs.blocks import block, each, load, product
 from te_defs.flash_attention import LOG2_E
 from te_defs.integers import minimum
 from te_defs.lengths import LENGTHS
-from te_defs.masks import Mask
 
 
 def attention_delta(workload):
@@ -89,25 +88,26 @@ class _Parameters:
     def part(self, b, N, M):
         """Rows of batch entry b; what a table says of them is read once."""
         part = self.lengths.part(b, N, M, *self.tables)
-        return replace(part, **{name: value if any(value is known for known in (b, 0, N, M)) else _bound(value, name)
-                                for name, value in vars(part).items()})
+        return replace(part, **{name: value if any(value is known for known in (b, 0, N, M))
+                                else T.bind(value, var=tirx.Var(name, "int32")) for name, value in vars(part).items()})
 
     def query_tiles(self, k0, q_tile, kv_tile, n, m):
         """(first, number, whole) of the query tiles that see a key of the tile from k0 on, at least one, as pipelines can tell;
         whole(t) says whether all rows of the tile in turn t see all keys. Rows and keys past the end may see anything."""
-        last, names = minimum(k0 + kv_tile, m) - 1, ("first_begin", "last_begin", "first_end", "last_end")
-        ends = [end(j, n, m) for end in (self.mask.query_begin, self.mask.query_end) for j in (k0, last)]
-        first_begin, last_begin, first_end, last_end = (_bound(end, name) if isinstance(end, tirx.Let) else end
-                                                        for end, name in zip(ends, names))
-        first = first_begin // q_tile
-        turns = tiles_of(last_end, q_tile) - first
+        mask, last = self.mask, minimum(k0 + kv_tile, m) - 1
+        first = mask.query_begin(k0, n, m) // q_tile
+        turns = tiles_of(mask.query_end(last, n, m), q_tile) - first
         turns = T.max(tirx.Select(k0 < m, turns, 0) if self.tables else turns, 1)
 
         def whole(t):
-            below = t >= tiles_of(last_begin, q_tile) - first
-            if self.mask.from_start:  # then every key is seen up to the last query
+            if not mask.knows_queries:
+                begin, end = (mask.position((first + t) * q_tile + row, n, m) for row in (0, q_tile - 1))
+                return tirx.And(mask.key_begin(end, m) <= k0, last < mask.key_end(begin, m))
+            below = t >= tiles_of(mask.query_begin(last, n, m), q_tile) - first
+            if mask.from_start:  # then every key is seen up to the last query
                 return below
-            return tirx.And(below, t < tirx.Select(first_end < n, first_end // q_tile, tiles_of(n, q_tile)) - first)
+            end = mask.query_end(k0, n, m)
+            return tirx.And(below, t < tirx.Select(end < n, end // q_tile, tiles_of(n, q_tile)) - first)
         return first, turns, whole
 
     def key_tiles(self, q0, q_tile, kv_tile, n, m):
@@ -139,54 +139,41 @@ class _Parameters:
         return ds if self.score is None else ds * self.score.derivative(s * scale, *place)
 
 
-def _bound(value, name):
-    """A value under a name, computed once."""
-    return T.bind(value, var=tirx.Var(name, "int32"))
-
-
 def tiles_of(rows, tile):
     """Number of tiles that hold so many rows."""
     return (rows + (tile - 1)) // tile
 
 
-@T.inline
 def load_statistics(LSE_tile, delta_tile, exists, lse, delta):
     """Statistics of a tile's rows: LSE in base 2, infinite for rows that do not exist or see no key, and delta."""
+    infinite = T.infinity("float32")
     with T.sblock("statistics"):
-        for i in T.serial(LSE_tile.shape[0]):
-            with T.sblock("LSE_load"):
-                vi = T.axis.spatial(LSE_tile.shape[0], i)
-                LSE_tile[vi] = T.if_then_else(
-                    exists(vi), T.if_then_else(lse(vi) > -T.infinity("float32"), lse(vi) * T.float32(LOG2_E), T.infinity("float32")),
-                    T.infinity("float32"))
-        for i in T.serial(delta_tile.shape[0]):
-            with T.sblock("delta_load"):
-                vi = T.axis.spatial(delta_tile.shape[0], i)
-                delta_tile[vi] = T.if_then_else(exists(vi), delta(vi), T.float32(0))
+        each(LSE_tile, "LSE_load", "i", lambda i: T.if_then_else(
+            exists(i), T.if_then_else(lse(i) > -infinite, lse(i) * T.float32(LOG2_E), infinite), infinite))
+        each(delta_tile, "delta_load", "i", lambda i: T.if_then_else(exists(i), delta(i), T.float32(0)))
 
 
-@T.inline
 def probabilities(P, P_masked, S, LSE_tile, scale, given, whole, place):
     """P = exp(S - LSE), and 0 where the mask hides the key. P itself is masked and not S, which a scale of zero or below would spoil."""
-    each(P, "P", lambda i, j: T.exp2(given.logit(S[i, j], scale, *place(i, j)) - LSE_tile[i]))
-    for i, j in T.grid(*P.shape):
-        with T.sblock("P_masked"):
-            vi, vj = T.axis.remap("SS", [i, j])
-            if given.mask.exact:
-                if T.likely(whole):
-                    P_masked[vi, vj] = P[vi, vj]
-                else:
-                    P_masked[vi, vj] = T.if_then_else(given.sees(*place(vi, vj)), P[vi, vj], T.float32(0))
-            else:
-                P_masked[vi, vj] = T.if_then_else(given.sees(*place(vi, vj)), P[vi, vj], T.float32(0))
+    each(P, "P", "ij", lambda i, j: T.exp2(given.logit(S[i, j], scale, *place(i, j)) - LSE_tile[i]))
+    with block("P_masked", "ij", P.shape) as (i, j):
+        seen = T.if_then_else(given.sees(*place(i, j)), P[i, j], T.float32(0))
+        if not given.mask.exact:
+            T.buffer_store(P_masked, seen, [i, j])
+        else:
+            with T.If(T.likely(whole)):
+                with T.Then():
+                    T.buffer_store(P_masked, P[i, j], [i, j])
+                with T.Else():
+                    T.buffer_store(P_masked, seen, [i, j])
 
 
-@T.inline
 def score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given, place):
     """dS = P * (dP - delta), through the score modification, and its copy for the products that follow."""
     with T.sblock("gradient"):
-        each(dS, "dS", lambda i, j: given.through_score(P_masked[i, j] * (dP[i, j] - delta_tile[i]), S[i, j], scale, *place(i, j)))
-        each(dS_cast, "dS_cast", lambda i, j: T.cast(dS[i, j], dS_cast.dtype))
+        each(dS, "dS", "ij", lambda i, j: given.through_score(
+            P_masked[i, j] * (dP[i, j] - delta_tile[i]), S[i, j], scale, *place(i, j)))
+        each(dS_cast, "dS_cast", "ij", lambda i, j: T.cast(dS[i, j], dS_cast.dtype))
 
 
 def attention_dk_dv(workload, q_tile, kv_tile):
@@ -201,7 +188,7 @@ def attention_dk_dv(workload, q_tile, kv_tile):
     kv_tile  key rows of a tile (Bc)
     """
     dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)
-    PACKED, BOUND = workload.lengths == "packed", bool(given.tables) or type(given.mask).query_begin is Mask.query_begin
+    PACKED, BOUND = workload.lengths == "packed", bool(given.tables)
 
     def stored(value, j, m):
         """What key row j gets: past the length of its batch entry zero."""
@@ -237,11 +224,11 @@ def attention_dk_dv(workload, q_tile, kv_tile):
                 dK_acc = T.sblock_alloc_buffer((kv_tile, D), "float32")
                 dV_acc = T.sblock_alloc_buffer((kv_tile, DV), "float32")
                 with T.sblock("load_keys"):
-                    load(K_tile, "K_load", lambda j: k0 + j < m, lambda j, c: K[part.entry, part.first_key + k0 + j, vg, c])
-                    load(V_tile, "V_load", lambda j: k0 + j < m, lambda j, c: V[part.entry, part.first_key + k0 + j, vg, c])
+                    load(K_tile, "K_load", "jc", lambda j: k0 + j < m, lambda j, c: K[part.entry, part.first_key + k0 + j, vg, c])
+                    load(V_tile, "V_load", "jc", lambda j: k0 + j < m, lambda j, c: V[part.entry, part.first_key + k0 + j, vg, c])
                 with T.sblock("init"):
-                    each(dK_acc, "dK_acc_init", zero)
-                    each(dV_acc, "dV_acc_init", zero)
+                    each(dK_acc, "dK_acc_init", "jc", lambda *_: T.float32(0))
+                    each(dV_acc, "dV_acc_init", "jc", lambda *_: T.float32(0))
                 for e, t in T.grid(H // G, turns):
                     with T.sblock("rows"):
                         ve = T.axis.opaque(H // G, e)
@@ -260,29 +247,29 @@ def attention_dk_dv(workload, q_tile, kv_tile):
                         dS_cast = T.sblock_alloc_buffer((q_tile, kv_tile), dtype)
                         dK_acc_new = T.sblock_alloc_buffer((kv_tile, D), "float32")
                         dV_acc_new = T.sblock_alloc_buffer((kv_tile, DV), "float32")
-                        load(Q_tile, "Q_load", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, h, c])
-                        load(dO_tile, "dO_load", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, h, c])
+                        load(Q_tile, "Q_load", "ic", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, h, c])
+                        load(dO_tile, "dO_load", "ic", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, h, c])
                         load_statistics(LSE_tile, delta_tile, lambda i: q0 + i < n,
                                         lambda i: LSE[part.entry, h, part.first_query + q0 + i],
                                         lambda i: delta[part.entry, h, part.first_query + q0 + i])
                         with T.sblock("qk"):
-                            product(S, "S", D, zero, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
+                            product(S, "S", "ijc", D, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
                         with T.sblock("softmax"):
                             probabilities(P, P_masked, S, LSE_tile, scale, given, whole(vt), lambda i, j: (vb, h, q0 + i, k0 + j, n, m))
-                            each(P_cast, "P_cast", lambda i, j: T.cast(P_masked[i, j], dtype))
+                            each(P_cast, "P_cast", "ij", lambda i, j: T.cast(P_masked[i, j], dtype))
                         with T.sblock("pdo"):
-                            product(dV_acc_new, "dV_acc_new", q_tile, lambda j, c: dV_acc[j, c],
-                                    lambda j, i: P_cast[i, j], lambda c, i: dO_tile[i, c])
+                            product(dV_acc_new, "dV_acc_new", "jci", q_tile,
+                                    lambda j, i: P_cast[i, j], lambda c, i: dO_tile[i, c], first=dV_acc)
                         with T.sblock("dov"):
-                            product(dP, "dP", DV, zero, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
+                            product(dP, "dP", "ijc", DV, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
                         score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given,
                                         lambda i, j: (vb, h, q0 + i, k0 + j, n, m))
                         with T.sblock("dsq"):
-                            product(dK_acc_new, "dK_acc_new", q_tile, lambda j, c: dK_acc[j, c],
-                                    lambda j, i: dS_cast[i, j], lambda c, i: Q_tile[i, c])
+                            product(dK_acc_new, "dK_acc_new", "jci", q_tile,
+                                    lambda j, i: dS_cast[i, j], lambda c, i: Q_tile[i, c], first=dK_acc)
                         with T.sblock("back"):
-                            each(dK_acc, "dK_acc", lambda j, c: dK_acc_new[j, c])
-                            each(dV_acc, "dV_acc", lambda j, c: dV_acc_new[j, c])
+                            each(dK_acc, "dK_acc", "jc", lambda j, c: dK_acc_new[j, c])
+                            each(dV_acc, "dV_acc", "jc", lambda j, c: dV_acc_new[j, c])
                 with T.sblock("finish"):
                     for j, c in T.grid(kv_tile, D):
                         with T.sblock("dK"):
@@ -334,13 +321,13 @@ def attention_dq(workload, q_tile, kv_tile):
                 delta_tile = T.sblock_alloc_buffer((q_tile,), "float32")
                 dQ_acc = T.sblock_alloc_buffer((q_tile, D), "float32")
                 with T.sblock("load_queries"):
-                    load(Q_tile, "Q_load", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, vh, c])
-                    load(dO_tile, "dO_load", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, vh, c])
+                    load(Q_tile, "Q_load", "ic", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, vh, c])
+                    load(dO_tile, "dO_load", "ic", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, vh, c])
                     load_statistics(LSE_tile, delta_tile, lambda i: q0 + i < n,
                                     lambda i: LSE[part.entry, vh, part.first_query + q0 + i],
                                     lambda i: delta[part.entry, vh, part.first_query + q0 + i])
                 with T.sblock("init"):
-                    each(dQ_acc, "dQ_acc_init", zero)
+                    each(dQ_acc, "dQ_acc_init", "ic", lambda *_: T.float32(0))
                 for t in T.serial(turns):
                     with T.sblock("kv"):
                         vt = T.axis.opaque(T.max(tiles_of(M, kv_tile), 1), t)
@@ -355,23 +342,23 @@ def attention_dq(workload, q_tile, kv_tile):
                         dS_cast = T.sblock_alloc_buffer((q_tile, kv_tile), dtype)
                         dQ_acc_new = T.sblock_alloc_buffer((q_tile, D), "float32")
                         # Only the last tile can reach past the end, and it comes first.
-                        load(K_tile, "K_load", lambda j: T.Or(vt >= 1, k0 + j < m),
+                        load(K_tile, "K_load", "jc", lambda j: T.Or(vt >= 1, k0 + j < m),
                              lambda j, c: K[part.entry, part.first_key + k0 + j, g, c])
-                        load(V_tile, "V_load", lambda j: T.Or(vt >= 1, k0 + j < m),
+                        load(V_tile, "V_load", "jc", lambda j: T.Or(vt >= 1, k0 + j < m),
                              lambda j, c: V[part.entry, part.first_key + k0 + j, g, c])
                         with T.sblock("qk"):
-                            product(S, "S", D, zero, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
+                            product(S, "S", "ijc", D, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
                         with T.sblock("softmax"):
                             probabilities(P, P_masked, S, LSE_tile, scale, given, whole(vt), lambda i, j: (vb, vh, q0 + i, k0 + j, n, m))
                         with T.sblock("dov"):
-                            product(dP, "dP", DV, zero, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
+                            product(dP, "dP", "ijc", DV, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
                         score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given,
                                         lambda i, j: (vb, vh, q0 + i, k0 + j, n, m))
                         with T.sblock("dsk"):
-                            product(dQ_acc_new, "dQ_acc_new", kv_tile, lambda i, c: dQ_acc[i, c],
-                                    lambda i, j: dS_cast[i, j], lambda c, j: K_tile[j, c])
+                            product(dQ_acc_new, "dQ_acc_new", "icj", kv_tile,
+                                    lambda i, j: dS_cast[i, j], lambda c, j: K_tile[j, c], first=dQ_acc)
                         with T.sblock("back"):
-                            each(dQ_acc, "dQ_acc", lambda i, c: dQ_acc_new[i, c])
+                            each(dQ_acc, "dQ_acc", "ic", lambda i, c: dQ_acc_new[i, c])
                 with T.sblock("finish"):
                     for i, c in T.grid(q_tile, D):
                         with T.sblock("dQ"):

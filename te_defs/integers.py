@@ -1,6 +1,4 @@
 """Arithmetic that takes Python's integers, NumPy's arrays and TIR expressions alike, so that one formula serves kernels and tests."""
-import functools
-
 import numpy as np
 import tvm
 from tvm import tirx
@@ -57,27 +55,6 @@ def select(condition, then, other):
     if not symbolic(condition, then, other):
         return _plain(np.where(condition, then, other))
     return tirx.Select(condition if str(condition.ty) == "bool" else condition > 0, then, other)
-
-
-def first_where(holds, size):
-    """The first x from 0 to size, below 2^30, for which holds(x); it must hold from there on, and counts as holding at size.
-
-    holds  condition on an index below size, of Python's integers or NumPy's arrays, or of TIR expressions where size is one
-    """
-    steps = [1 << bit for bit in reversed(range(30))]
-
-    def onward(x, step):
-        """x, or x + step where the condition does not hold before that."""
-        beyond = minimum(x + step, size) - 1
-        if symbolic(size):
-            return tirx.Select(tirx.And(x + step <= size, tirx.Not(holds(beyond))), x + step, x)
-        return x + step * np.logical_and(x + step <= size, np.logical_not(holds(maximum(beyond, 0))))
-
-    if not symbolic(size):
-        return functools.reduce(onward, steps, 0)
-    found = [tirx.Var(f"first_from_{step}", "int32") for step in steps]
-    values = [onward(x, step) for x, step in zip([tirx.const(0, "int32"), *found], steps)]
-    return functools.reduce(lambda rest, bound: tirx.Let(*bound, rest), reversed(list(zip(found, values))), found[-1])
 
 
 def _plain(value):

@@ -10,8 +10,9 @@ key_begin(i) <= j < key_end(i). The kernels rely on it: key tiles before the fir
 skipped, and those that all rows see whole run without mask code. A mask that is not `exact` hides keys inside that range as well: then
 no tile runs without mask code.
 
-The backward pass asks the other way round: key j is seen by the rows from query_begin(j) up to query_end(j). These are rows' own indices,
-and never go back from key to key either. They follow from the ends of the rows' ranges; a mask may give them in closed form.
+The backward pass asks the other way round: query i has key j in its range exactly where query_begin(j) <= i < query_end(j). These are
+queries' own indices, and never go back from key to key either. A mask that does not state them is right as well, but no query tile is
+skipped then.
 """
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,7 +22,7 @@ import tvm
 from tvm import tirx
 
 from te_defs.arguments import COUNT, Modifier, ModifierError, Operand, find, parameter, require_kinds
-from te_defs.integers import between, first_where, less, maximum, minimum, select
+from te_defs.integers import between, less, maximum, minimum, select
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,16 @@ class Mask(Modifier):
 
     def query_begin(self, j, q_len, kv_len):
         """The first query that may see key j, which must be one that exists: from 0 to q_len."""
-        return first_where(lambda i: self.key_end(self.position(i, q_len, kv_len), kv_len) > j, q_len)
+        return 0
 
     def query_end(self, j, q_len, kv_len):
         """One past the last query that may see key j, from 0 to q_len; at or before query_begin where none does."""
-        return q_len if self.from_start else first_where(lambda i: self.key_begin(self.position(i, q_len, kv_len), kv_len) > j, q_len)
+        return q_len
+
+    @property
+    def knows_queries(self):
+        """Whether the class states which queries see a key."""
+        return type(self).query_begin is not Mask.query_begin
 
     def visible(self, q_len, kv_len):
         """Which query sees which key: booleans [q_len, kv_len]."""
@@ -169,6 +175,19 @@ def find_mask(name):
     return found
 
 
+def _ranges_agree(mask):
+    """Whether a mask class states the same pairs of queries and keys from either side, on a few short lengths."""
+    for n, m in ((5, 9), (9, 5)):
+        values = mask.make(mask.samples[0], {"B": 1, "H": 1, "N": n, "M": m}, np.dtype("float32"), np.random.default_rng(0))
+        mine, (i, j) = mask.of(values).at(0), np.ogrid[:n, :m]
+        at = mine.position(i, n, m)
+        by_keys = (mine.key_begin(at, m) <= j) & (j < mine.key_end(at, m))
+        by_queries = (mine.query_begin(j, n, m) <= i) & (i < mine.query_end(j, n, m))
+        if np.any(by_keys != by_queries if mine.knows_queries else by_keys > by_queries):
+            return False
+    return True
+
+
 def prove(mask, name):
     """ModifierError where a mask class, of this name, raises on expressions or keeps by something else than a condition."""
     require_kinds(mask, name)
@@ -180,6 +199,9 @@ def prove(mask, name):
         ends = mine.key_begin(i, m) + 0, mine.key_end(i, m) + 0
     except Exception as reason:
         raise ModifierError(f"mask {name} must take TIR expressions, and raised {type(reason).__name__}: {reason}: correct it") from reason
+    if not _ranges_agree(mask):
+        raise ModifierError(f"mask {name} must see by query_begin and query_end what it sees by key_begin and key_end, found them to "
+                            "differ: state them too, or none of the class that it is derived from")
     kinds = [str(value.ty) if isinstance(value, tvm.ir.Expr) else type(value).__name__ for value in (found, *ends)]
     if kinds[0] != "bool" or not {*kinds[1:]} <= {"int32", "int"}:
         raise ModifierError(f"mask {name} must keep by a condition and end at rows, found {', '.join(kinds)}: correct it")

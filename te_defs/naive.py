@@ -113,8 +113,8 @@ def naive_backward(workload):
     dS = te.compute((B, H, N, M), gradient, name="dS")
     dQ_acc = te.compute((B, N, H, D), lambda b, i, h, c: te.sum(dS[b, h, i, j] * wide(K, b, j, h // group, c), axis=j), name="dQ_acc")
     dQ = rounded(dQ_acc, Q, M > 0, scale, "dQ")
-    dK = rounded(of_keys(dS, Q, D, "dK_acc"), K, tirx.And(N > 0, H > 0), scale, "dK")
-    dV = rounded(of_keys(P, dO, DV, "dV_acc"), V, tirx.And(N > 0, H > 0), tirx.const(1, "float32"), "dV")
+    dK = rounded(of_keys(dS, Q, D, "dK_acc"), K, N > 0, scale, "dK")
+    dV = rounded(of_keys(P, dO, DV, "dV_acc"), V, N > 0, tirx.const(1, "float32"), "dV")
     return te.create_prim_func([dO, Q, K, V, O, LSE, dQ, dK, dV, scale, *arguments])
 
 

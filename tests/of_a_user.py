@@ -5,8 +5,8 @@ import numpy as np
 from tvm import tirx
 
 from te_defs.arguments import COUNT, tensor
-from te_defs.integers import both
-from te_defs.masks import Causal
+from te_defs.integers import both, divide, maximum, minimum
+from te_defs.masks import Causal, Mask
 
 IDS = tensor("BM", "int32")
 
@@ -80,3 +80,29 @@ def takes_too_little(s):
 
 
 NUMBER = 3
+
+
+@dataclass(frozen=True)
+class Chunks(Mask):
+    """A query sees the keys of its own chunk of 24. Which queries see a key is left to what masks derive."""
+
+    from_start = False
+
+    def key_begin(self, i, kv_len):
+        return minimum(divide(maximum(i, 0), 24) * 24, kv_len)
+
+    def key_end(self, i, kv_len):
+        return minimum(divide(maximum(i, 0), 24) * 24 + 24, kv_len)
+
+    def keep(self, i, j, kv_len):
+        return both(j >= self.key_begin(i, kv_len), j < self.key_end(i, kv_len))
+
+
+class ForgetsItsQueries(Causal):
+    """Sees one key more than a causal mask, and says of queries what that one says."""
+
+    def keep(self, i, j, kv_len):
+        return both(j <= i + 1, j < kv_len)
+
+    def key_end(self, i, kv_len):
+        return maximum(minimum(i + 2, kv_len), 0)

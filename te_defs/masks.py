@@ -199,12 +199,12 @@ def prove(mask, name):
         ends = mine.key_begin(i, m) + 0, mine.key_end(i, m) + 0
     except Exception as reason:
         raise ModifierError(f"mask {name} must take TIR expressions, and raised {type(reason).__name__}: {reason}: correct it") from reason
-    if not _ranges_agree(mask):
-        raise ModifierError(f"mask {name} must see by query_begin and query_end what it sees by key_begin and key_end, found them to "
-                            "differ: state them too, or none of the class that it is derived from")
     kinds = [str(value.ty) if isinstance(value, tvm.ir.Expr) else type(value).__name__ for value in (found, *ends)]
     if kinds[0] != "bool" or not {*kinds[1:]} <= {"int32", "int"}:
         raise ModifierError(f"mask {name} must keep by a condition and end at rows, found {', '.join(kinds)}: correct it")
+    if not _ranges_agree(mask):
+        raise ModifierError(f"mask {name} must see by query_begin and query_end what it sees by key_begin and key_end, found them to "
+                            "differ: state both, or derive it from Mask and state neither")
 
 
 MASKS = {mask.name: mask for mask in (Full, Causal, CausalTopLeft, Window, Prefix)}

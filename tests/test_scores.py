@@ -136,6 +136,7 @@ class TestNames:
         ("tests.of_a_user:Absent", "a mask tests.of_a_user:Absent was wanted, and importing it raised AttributeError"),
         ("tests.of_a_user:KeepsNumbers", "mask tests.of_a_user:KeepsNumbers must keep by a condition and end at rows, found int"),
         ("tests.of_a_user:AsksPython", "mask tests.of_a_user:AsksPython must take TIR expressions, and raised"),
+        ("tests.of_a_user:ForgetsItsQueries", "mask tests.of_a_user:ForgetsItsQueries must see by query_begin and query_end what it sees"),
         ("tests.of_a_user:OfNoKind", "the fields of tests.of_a_user:OfNoKind must be COUNT, .* found reach to be <class 'int'>"),
         ("tests.of_a_user:WithoutSamples", r"the samples of tests.of_a_user:WithoutSamples must be tuples of 1 numbers \(reach\)"),
         ("full+sink+sink", "takes one sink and lengths of one kind, found sink behind fwd_d32_dv16_f32_full.sink"),

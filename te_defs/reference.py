@@ -248,17 +248,18 @@ def plain_backward(workload, dout, q, k, v, scale=None, arguments=()):
     return tuple(x.astype(dtype) for x in (dq * scale, _summed_over_groups(dk, k.shape[2]) * scale, _summed_over_groups(dv, k.shape[2])))
 
 
-def _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments):
-    """Errors of dQ, dK, dV to first order, where each step is rounded once: scores and P as in `_errors_of_rounding` and by the LSE, sums
-    by their products' magnitudes, and P, dS and O to the input type. Errors of single scores add up like chance, that of delta along
-    its row."""
+def _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answers):
+    """Errors of dQ, dK, dV to first order, where each step is rounded once: scores and P as in `_errors_of_rounding`, scores and the LSE
+    three times, since kernels change to base 2, sums by their products' magnitudes, and P, dS and O to the input type. Errors of single
+    scores add up like chance, that of delta along its row; those of the base may be the same in all rows."""
     out, lse = forward(workload, q, k, v, scale, arguments)
     dout, q, k, v = (x.astype(np.float64) for x in (dout, q, k, v))
     scale, step, keys = q.shape[-1] ** -0.5 if scale is None else scale, np.finfo(np.float32).eps / 2, _grouped(k, q.shape[2])
     cast = 0 if workload.dtype == "float32" else ml_dtypes.finfo(numpy_dtype(workload)).eps / 2
     s, p, slope = _probabilities(workload, q, k, lse, scale, arguments)
     s, lse = np.where(p > 0, s, 0), np.where(np.isneginf(lse), 0, lse)[..., None]
-    off = step * (abs(scale) * _product(abs(q), abs(k)) + (5 if workload.score else 1) * abs(s) + abs(lse) + abs(s - lse) + 2) + cast
+    steps, common = 7 if workload.score else 3, 3 * step * abs(lse).max(initial=0)
+    off = step * (abs(scale) * _product(abs(q), abs(k)) + steps * abs(s) + 3 * abs(lse) + abs(s - lse) + 2) + cast
     of_delta = step * np.einsum("bihc,bihc->bhi", abs(dout), abs(out)) + cast * np.sqrt(np.einsum("bihc,bihc->bhi", dout**2, out**2))
     of_delta, slope = of_delta[..., None], abs(slope)
     ds = abs(p * slope * (_product(dout, v) - np.einsum("bihc,bihc->bhi", dout, out)[..., None]))
@@ -267,7 +268,8 @@ def _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments):
     dq += of_delta.swapaxes(1, 2) * abs(np.einsum("bhij,bjhc->bihc", p * slope, keys))
     dk = np.sqrt(np.einsum("bhij,bihc->bjhc", of_ds + (p * slope * of_delta)**2, q**2)) + step * np.einsum("bhij,bihc->bjhc", ds, abs(q))
     dv = np.sqrt(np.einsum("bhij,bihc->bjhc", (p * off)**2, dout**2)) + step * np.einsum("bhij,bihc->bjhc", p, abs(dout))
-    return abs(scale) * dq, abs(scale) * _summed_over_groups(dk, k.shape[2]), _summed_over_groups(dv, k.shape[2])
+    errors = abs(scale) * dq, abs(scale) * _summed_over_groups(dk, k.shape[2]), _summed_over_groups(dv, k.shape[2])
+    return [error + common * abs(answer) for error, answer in zip(errors, answers)]
 
 
 def backward_tolerances(workload, dout, q, k, v, answers, scale=None, arguments=(), lengths=()):
@@ -283,7 +285,7 @@ def backward_tolerances(workload, dout, q, k, v, answers, scale=None, arguments=
         return tuple(max(bound) for bound in zip((0.0, 0.0, 0.0), *parts))
     kind = ml_dtypes.finfo(numpy_dtype(workload))
     errors = zip(answers, plain_backward(workload, dout, q, k, v, scale, arguments),
-                 _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments))
+                 _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answers))
     return tuple(max(2 * np.abs(plain.astype(np.float64) - answer).max(initial=0), rounding.max(initial=0))
                  + float(kind.eps) * np.abs(answer).max(initial=0) + float(kind.smallest_subnormal) for answer, plain, rounding in errors)
 

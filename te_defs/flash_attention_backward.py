@@ -128,15 +128,19 @@ class _Parameters:
         """Whether the mask shows key j to query row i of n, where m keys are."""
         return self.mask.at(b).keep(self.mask.position(i, n, m), j, m)
 
-    def logit(self, s, scale, *place):
-        """The exponent, base 2, that a product s of a query and a key stands for, but for the LSE."""
+    def probability(self, s, lse, scale, *place):
+        """exp(S - LSE) of a product s and the LSE in base 2. Of rows that do not count it is 0 whatever their modified score may be: where
+        there are no queries at all it may come from an operand that is empty."""
         if self.score is None:
-            return s * (scale * T.float32(LOG2_E))
-        return self.score.modify(s * scale, *place) * T.float32(LOG2_E)
+            return T.exp2(s * (scale * T.float32(LOG2_E)) - lse)
+        p = T.exp2(self.score.modify(s * scale, *place) * T.float32(LOG2_E) - lse)
+        return T.if_then_else(lse < T.infinity("float32"), p, T.float32(0))
 
-    def through_score(self, ds, s, scale, *place):
-        """The gradient of a scaled product, from that of the modified score."""
-        return ds if self.score is None else ds * self.score.derivative(s * scale, *place)
+    def through_score(self, ds, p, s, scale, *place):
+        """The gradient of a scaled product, from that of the modified score; where P is 0, slopes may be anything."""
+        if self.score is None:
+            return ds
+        return T.if_then_else(p > T.float32(0), ds * self.score.derivative(s * scale, *place), T.float32(0))
 
 
 def tiles_of(rows, tile):
@@ -155,7 +159,7 @@ def load_statistics(LSE_tile, delta_tile, exists, lse, delta):
 
 def probabilities(P, P_masked, S, LSE_tile, scale, given, whole, place):
     """P = exp(S - LSE), and 0 where the mask hides the key. P itself is masked and not S, which a scale of zero or below would spoil."""
-    each(P, "P", "ij", lambda i, j: T.exp2(given.logit(S[i, j], scale, *place(i, j)) - LSE_tile[i]))
+    each(P, "P", "ij", lambda i, j: given.probability(S[i, j], LSE_tile[i], scale, *place(i, j)))
     with block("P_masked", "ij", P.shape) as (i, j):
         seen = T.if_then_else(given.sees(*place(i, j)), P[i, j], T.float32(0))
         if not given.mask.exact:
@@ -172,7 +176,7 @@ def score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given, plac
     """dS = P * (dP - delta), through the score modification, and its copy for the products that follow."""
     with T.sblock("gradient"):
         each(dS, "dS", "ij", lambda i, j: given.through_score(
-            P_masked[i, j] * (dP[i, j] - delta_tile[i]), S[i, j], scale, *place(i, j)))
+            P_masked[i, j] * (dP[i, j] - delta_tile[i]), P_masked[i, j], S[i, j], scale, *place(i, j)))
         each(dS_cast, "dS_cast", "ij", lambda i, j: T.cast(dS[i, j], dS_cast.dtype))
 
 

@@ -94,7 +94,7 @@ def naive_backward(workload):
 
     def gradient(b, h, i, j):
         ds, s = P[b, h, i, j] * (dP[b, h, i, j] - delta[b, h, i]), S[b, h, i, j] * scale
-        return ds if score is None else ds * score.derivative(s, *place(b, h, i, j))
+        return ds if score is None else tirx.Select(P[b, h, i, j] > 0, ds * score.derivative(s, *place(b, h, i, j)), ds)
 
     def of_keys(scores, rows, channels, name):
         """scores^T rows, summed over the query heads of a group."""

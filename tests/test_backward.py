@@ -66,7 +66,8 @@ def test_scores_of_thousands(form, workload):
 @pytest.mark.parametrize("features", FEATURES)
 def test_features(form, features):
     it = featured(features)
-    for number, (n, m, single, scale) in enumerate(((37, 50, "", 0.25), (50, 20, "BHNM", 0.25), (5, 0, "B", 1.0), (40, 40, "NH", -0.3))):
+    for number, (n, m, single, scale) in enumerate(((37, 50, "", 0.25), (50, 20, "BHNM", 0.25), (5, 0, "B", 1.0), (0, 15, "H", 1.0),
+                                                     (40, 40, "NH", -0.3))):
         shape = Shape(2, 6, 2, n, m, it.mask_class.samples[min(number, len(it.mask_class.samples) - 1)])
         assert verdict(form(it), it, shape, scale, make_arguments(it, shape, number, single), seed=number) is None
 

@@ -12,9 +12,14 @@ def make_inputs(workload, shape, seed=0):
     return tuple(rng.standard_normal(size).astype(numpy_dtype(workload)) for size in shape.tensors(workload)[:3])
 
 
+def _grouped(x, heads):
+    """K or V [B, M, G, C] as each query head reads it, [B, M, H, C]."""
+    return np.repeat(x, heads // x.shape[2], axis=2) if heads else x[:, :, :0]
+
+
 def _of_heads(x, heads):
-    """x [B, M, G, C] as [B, H, M, C]: each key head serves a group of the query heads."""
-    return (np.repeat(x, heads // x.shape[2], axis=2) if heads else x).swapaxes(1, 2)
+    """The same as [B, H, M, C]."""
+    return _grouped(x, heads).swapaxes(1, 2)
 
 
 def _product(q, k):
@@ -88,11 +93,6 @@ def forward(workload, q, k, v, scale=None, arguments=(), lengths=()):
     out = _mean(p / np.where(row_sum == 0, 1, row_sum), v)
     with np.errstate(divide="ignore"):
         return out, (row_max + np.log(row_sum))[..., 0]
-
-
-def _grouped(x, heads):
-    """K or V [B, M, G, C] as each query head reads it, [B, M, H, C]."""
-    return np.repeat(x, heads // x.shape[2], axis=2) if heads else x[:, :, :0]
 
 
 def _summed_over_groups(x, key_heads):

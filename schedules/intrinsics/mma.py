@@ -66,8 +66,13 @@ def swizzled(columns):
     return columns in (SWIZZLE_ELEMENTS, 2 * SWIZZLE_ELEMENTS, 4 * SWIZZLE_ELEMENTS)
 
 
-def mma_qk(dtype):
-    """Description and implementation of S += Q K^T on 16 x 16 x 16, with K's rows in fragments."""
+def mma_qk(dtype, transposed=False):
+    """Description and implementation of S += Q K^T on 16 x 16 x 16, with K's rows in fragments.
+
+    transposed  whether S lies transposed in its fragment, with K's rows as rows: K is then the first operand
+    """
+    def place(i, j):
+        return fragment_place(j, i) if transposed else fragment_place(i, j)
 
     @T.prim_func(s_tir=True)
     def meaning(a: T.handle, b: T.handle, c: T.handle) -> None:
@@ -80,7 +85,7 @@ def mma_qk(dtype):
             for i, j, k in T.grid(16, 16, 16):
                 with T.sblock("C"):
                     vi, vj, vk = T.axis.remap("SSR", [i, j, k])
-                    cl, cr = T.meta_var(fragment_place(vi, vj))
+                    cl, cr = T.meta_var(place(vi, vj))
                     al, ar = T.meta_var(fragment_place(vi, vk))
                     bl, br = T.meta_var(fragment_place(vj, vk))
                     T.reads(C[cl, cr], A[al, ar], B[bl, br])
@@ -95,9 +100,10 @@ def mma_qk(dtype):
         with T.sblock("root"):
             T.reads(C[0:32, 0:8], A[0:32, 0:8], B[0:32, 0:8])
             T.writes(C[0:32, 0:8])
+            operands = T.meta_var((B, A) if transposed else (A, B))
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
-                _mma(dtype, A, B, C, lane, 0)
-                _mma(dtype, A, B, C, lane, 1)
+                _mma(dtype, *operands, C, lane, 0)
+                _mma(dtype, *operands, C, lane, 1)
 
     return meaning, spelling
 
@@ -138,6 +144,44 @@ def mma_pv(dtype):
         B = _fragment(b, dtype)
         with T.sblock("root"):
             T.reads(C[0:32, 0:8], R[0:32, 0:2], O[0:32, 0:8], A[0:32, 0:8], B[0:32, 0:8])
+            T.writes(C[0:32, 0:8])
+            for lane in T.thread_binding(0, LANES, "threadIdx.x"):
+                _mma(dtype, A, B, C, lane, 0)
+                _mma(dtype, A, B, C, lane, 1)
+
+    return meaning, spelling
+
+
+def mma_sum(dtype):
+    """Description and implementation of X += P V on 16 x 16 x 16, for a reduction whose init reads the old accumulator alone."""
+
+    @T.prim_func(s_tir=True)
+    def meaning(c: T.handle, o: T.handle, a: T.handle, b: T.handle) -> None:
+        C = _fragment(c, "float32")
+        O = _fragment(o, "float32")
+        A = _fragment(a, dtype)
+        B = _fragment(b, dtype)
+        with T.sblock("root"):
+            T.reads(C[0:32, 0:8], O[0:32, 0:8], A[0:32, 0:8], B[0:32, 0:8])
+            T.writes(C[0:32, 0:8])
+            for i, j, k in T.grid(16, 16, 16):
+                with T.sblock("C"):
+                    vi, vj, vk = T.axis.remap("SSR", [i, j, k])
+                    cl, cr = T.meta_var(fragment_place(vi, vj))
+                    al, ar = T.meta_var(fragment_place(vi, vk))
+                    bl, br = T.meta_var(fragment_place(vk, vj))
+                    T.reads(C[cl, cr], O[cl, cr], A[al, ar], B[bl, br])
+                    T.writes(C[cl, cr])
+                    C[cl, cr] += T.cast(A[al, ar], "float32") * T.cast(B[bl, br], "float32")
+
+    @T.prim_func(s_tir=True)
+    def spelling(c: T.handle, o: T.handle, a: T.handle, b: T.handle) -> None:
+        C = _fragment(c, "float32")
+        O = _fragment(o, "float32")
+        A = _fragment(a, dtype)
+        B = _fragment(b, dtype)
+        with T.sblock("root"):
+            T.reads(C[0:32, 0:8], O[0:32, 0:8], A[0:32, 0:8], B[0:32, 0:8])
             T.writes(C[0:32, 0:8])
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
                 _mma(dtype, A, B, C, lane, 0)
@@ -218,4 +262,6 @@ def register(dtype, tiles):
     for operand, shape in tiles.items():
         TensorIntrin.register(ldmatrix_name(operand, dtype, *shape), *ldmatrix(operand, dtype, *shape), override=True)
     TensorIntrin.register(f"mma_qk_{dtype}", *mma_qk(dtype), override=True)
+    TensorIntrin.register(f"mma_kq_{dtype}", *mma_qk(dtype, transposed=True), override=True)
     TensorIntrin.register(f"mma_pv_{dtype}", *mma_pv(dtype), override=True)
+    TensorIntrin.register(f"mma_sum_{dtype}", *mma_sum(dtype), override=True)

@@ -1,0 +1,294 @@
+"""mma, backward: the two functions of te_defs/flash_attention_backward.py on tensor cores of sm_80 and later (FlashAttention-2, section 3).
+
+The idea is that of mma.py, twice. A thread block keeps a tile of rows and walks over the tiles of the other side; its warps split the rows
+that stay, so that no warp needs another's scores. For dQ these are queries, for dK and dV keys: there S, P, dP and dS lie transposed in
+the fragments of mma.sync, the scores of a key in one row. So P and dS are, after a cast, the first operand of the products that add to
+dV, dK and dQ, as P is in the forward pass; the tile that was the second operand of S or dP is read once more, transposed on its way.
+
+The budget. Per thread the accumulators take rows * (D + DV) / threads of 255 registers (dQ: rows * D), S and dP q_tile * kv_tile / threads
+each. Shared memory holds the tiles that stay once and those that come by twice, and the statistics of q_tile queries.
+"""
+from dataclasses import dataclass
+
+import tvm
+from tvm import s_tir
+
+from schedules.intrinsics import mma as intrinsics
+from schedules.lowering import mma_pipeline
+from schedules.plan import Budget, Plan, first_of, fitting, require
+from schedules.stages import copy_cooperatively, loops_of, own_fragment, own_output, read_index, unroll_all
+from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
+
+NAME = "mma_backward"
+PIPELINE = "flashtir_mma"
+CONFIG = mma_pipeline.CONFIG
+BINDS_AT = "bind_grid"
+COPY_BYTES = 16
+#: Registers beside accumulators, S and dP: fragments in flight, statistics, addresses.
+OTHER_REGISTERS = 56
+
+
+@dataclass(frozen=True)
+class MmaBackwardPlan(Plan):
+    """Knobs of one of the two functions.
+
+    warps           warps of a thread block; each takes a part of the rows that stay
+    register_level  ptxas' --register-usage-level, 0 (fewest) to 10
+    """
+
+    warps: int
+    register_level: int = 10
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product on tensor cores: block[row, column] += the sum of first[row, .] * second[column, .].
+
+    first, second  tiles in shared memory; None in the place of the first: a matrix in registers, which the block before has cast
+    turned         whether the second is read transposed on its way
+    transposed     whether it is declared with rows and columns the other way round
+    """
+
+    block: str
+    first: str | None
+    second: str
+    turned: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one of the two functions is made of.
+
+    rows      "i" or "j": whose rows stay, and are rows of the fragments
+    stays     loads of the tiles that stay; streams: of those that come by
+    products  Products in the order they run
+    sums      (block that sets it, block that copies it back, block that stores it) for each accumulator
+    turn      block of what is done with a tile that comes by; statements: its leaves in program order, products in two parts
+    """
+
+    declare: object
+    rows: str
+    stays: tuple
+    streams: tuple
+    products: tuple
+    sums: tuple
+    turn: str
+    statements: tuple
+
+
+DQ = Role(attention_dq, "i", ("Q_load", "dO_load"), ("K_load", "V_load"),
+          (Product("S", "Q_tile", "K_tile"), Product("dP", "dO_tile", "V_tile"), Product("dQ_acc_new", None, "K_tile", turned=True)),
+          (("dQ_acc_init", "dQ_acc", "dQ"),), "kv",
+          ("K_load", "V_load", "S_init", "S", "P", "P_masked", "dP_init", "dP", "dS", "dS_cast", "dQ_init", "dQ_acc_new", "dQ_acc"))
+DK_DV = Role(attention_dk_dv, "j", ("K_load", "V_load"), ("Q_load", "dO_load"),
+             (Product("S", "K_tile", "Q_tile", transposed=True), Product("dV_acc_new", None, "dO_tile", turned=True),
+              Product("dP", "V_tile", "dO_tile", transposed=True), Product("dK_acc_new", None, "Q_tile", turned=True)),
+             (("dK_acc_init", "dK_acc", "dK"), ("dV_acc_init", "dV_acc", "dV")), "rows",
+             ("Q_load", "dO_load", "LSE_load", "delta_load", "S_init", "S", "P", "P_masked", "P_cast", "dV_init", "dV_acc_new", "dP_init",
+              "dP", "dS", "dS_cast", "dK_init", "dK_acc_new", "dK_acc", "dV_acc"))
+ROLES = {"dq": DQ, "dk_dv": DK_DV}
+
+#: (q_tile, kv_tile, warps) for each role, by most channels: 16 rows that stay for each warp.
+TILES = {"dq": {64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 32, 4)},
+         "dk_dv": {64: (64, 128, 8), 128: (64, 128, 8), 256: (32, 64, 4)}}
+
+SCORES = {"dq": ("P", "P_masked", "dS", "dS_cast"), "dk_dv": ("P", "P_masked", "P_cast", "dS", "dS_cast")}
+
+
+def decline(workload, arch):
+    """Why this family does not take the workload, or None."""
+    if arch.kind != "cuda":
+        return f"{arch.name} is no CUDA GPU"
+    if not arch.mma:
+        return f"{arch.name} has no mma.sync m16n8k16 (sm_80 and later have)"
+    if workload.dtype not in intrinsics.PTX_DTYPE:
+        return f"tensor cores take 16-bit inputs, not {workload.dtype}"
+    if not (intrinsics.swizzled(workload.head_dim) and intrinsics.swizzled(workload.value_dim)):
+        return f"head dimensions must be 64, 128 or 256, not {workload.head_dim} and {workload.value_dim}"
+    return None
+
+
+def default_plan(role, workload, arch):
+    """The tile for so many channels."""
+    channels = max(workload.head_dim, workload.value_dim)
+    plans = (MmaBackwardPlan(*tile) for most, tile in sorted(TILES[role].items()) if most >= channels)
+    return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
+
+
+def budget(role, workload, arch, plan):
+    """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
+    stays, streams = (plan.q_tile, plan.kv_tile) if role == "dq" else (plan.kv_tile, plan.q_tile)
+    d, dv, threads = workload.head_dim, workload.value_dim, 32 * plan.warps
+    require(stays % (16 * plan.warps) == 0, "the tile that stays must be a multiple of 16 rows for each warp",
+            f"{stays} rows and {plan.warps} warps", "change either")
+    require(streams % 16 == 0, "the tile that streams by must be a multiple of 16", streams, "round it")
+    sums = d if role == "dq" else d + dv
+    return Budget((
+        ("threads", threads, arch.threads_per_block, "of a block"),
+        ("shared memory", 2 * (stays + 2 * streams) * (d + dv) + 8 * plan.q_tile, arch.smem_bytes, "bytes"),
+        ("registers, about", stays * (sums + 2 * streams) // threads + OTHER_REGISTERS, arch.registers_per_thread, "per thread"),
+    )).check(plan, arch)
+
+
+def compiler_options(plan):
+    """What ptxas is asked for."""
+    return {"register_level": plan.register_level}
+
+
+def declare(role, workload, plan):
+    """The plain function at the plan's tile; makes the intrinsics known that it will need."""
+    d, dv = workload.head_dim, workload.value_dim
+    for rows, columns in {(plan.q_tile, d), (plan.q_tile, dv), (plan.kv_tile, d), (plan.kv_tile, dv)}:
+        intrinsics.register(workload.dtype, {operand: (rows, columns) for operand in "AKV"})
+    return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile)
+
+
+def layout_of(role, block):
+    """Index map of a block's matrix in fragments: scores lie transposed where keys are the rows."""
+    scores = {*SCORES["dk_dv"], "S", "dP"}
+    return (lambda i, j: intrinsics.fragment_layout(j, i)) if role.rows == "j" and block in scores else intrinsics.fragment_layout
+
+
+def place_buffers(sch, plan, role):
+    """Tiles and statistics go to shared memory; everything between the products stays in the registers of a warp."""
+    for block in (*role.stays, *role.streams, "LSE_load", "delta_load"):
+        sch.set_scope(block, 0, "shared.dyn")
+    for block in (*scores_of(role), *(product.block for product in role.products), *(init for init, _, _ in role.sums)):
+        sch.set_scope(block, 0, "warp")
+
+
+def scores_of(role):
+    return SCORES["dq" if role.rows == "i" else "dk_dv"]
+
+
+def lay_out_fragments(sch, plan, role):
+    """Lay all matrices out as mma.sync fragments: [tile row, tile column, lane, register]."""
+    for block in (*scores_of(role), *(product.block for product in role.products), *(init for init, _, _ in role.sums)):
+        sch.transform_layout(block, ("write", 0), layout_of(role, block))
+
+
+def tile_products(sch, plan, role):
+    """Cut the products into 16 x 16 x 16 blocks, the grain of the tensor cores, and give each warp its rows.
+
+    The reduction runs outside the columns, so that one fragment of the first operand serves all of them.
+    """
+    for product in role.products:
+        (row, *grain), (column, *grain_2), (k, *grain_3) = (sch.split(loop, factors=[None, 16]) for loop in loops_of(sch, product.block))
+        grain += grain_2 + grain_3
+        if product.transposed:
+            row, column = column, row
+        sch.reorder(row, column, k, *grain)
+        sch.blockize(grain[0])
+        warp, step = sch.split(row, factors=[plan.warps, None])
+        sch.reorder(warp, k, column, step)
+
+
+def fragments_of(sch, product, block):
+    """(block that copies a tile to fragments, operand of ldmatrix) for each tile that a product reads from shared memory."""
+    producers = {sch.get(it).name_hint: it for it in sch.get_producers(block)}
+    for tile, operand in ((product.first, "A"), (product.second, "V" if product.turned else "K")):
+        if tile is not None:
+            yield next(it for name, it in producers.items() if name.startswith(f"{tile}_shared")), operand
+
+
+def stage_fragments(sch, plan, role):
+    """Read the operands of the products from shared memory into fragments, right before they are used."""
+    for product in role.products:
+        block = sch.get_sblock(f"{product.block}_o")
+        _warp, k, column, _step = loops_of(sch, block)
+        for tile, at in ((product.first, k), (product.second, column)):  # a fragment of the first serves all columns
+            if tile is not None:
+                sch.compute_at(sch.cache_read(block, read_index(sch, block, tile), "warp"), at)
+        for fragment, _ in fragments_of(sch, product, block):
+            i, j = loops_of(sch, fragment, 2)
+            (i, i_frag), (j, j_frag) = (sch.split(loop, factors=[None, 16]) for loop in (i, j))
+            sch.reorder(i, j, i_frag, j_frag)
+            unroll_all(sch, (i, j))
+            sch.transform_layout(fragment, ("write", 0), intrinsics.fragment_layout)
+
+
+def bind_grid(sch, plan, role):
+    """One thread block per tile that stays, head and batch entry, all on blockIdx.x: the other grid axes end at 65,535."""
+    sch.bind(sch.fuse(*loops_of(sch, "attn")), "blockIdx.x")
+
+
+def copy_tiles(sch, plan, role):
+    """All threads copy the tiles to shared memory together, 16 bytes each, into the swizzled layout that ldmatrix reads."""
+    for block in (*role.stays, *role.streams):
+        copy_cooperatively(sch, block, plan.warps, COPY_BYTES // 2)
+        sch.annotate(sch.get_sblock(block), "permuted_layout", 1)
+    for block in ("LSE_load", "delta_load"):
+        turn, warp, lane = sch.split(loops_of(sch, block)[-1], factors=[None, plan.warps, intrinsics.LANES])
+        sch.bind(warp, "threadIdx.y")
+        sch.bind(lane, "threadIdx.x")
+        sch.unroll(turn)
+
+
+def bind_fragments(sch, plan, role):
+    """Every lane computes the elements of scores and accumulators that its registers hold."""
+    for block in scores_of(role):
+        if role.rows == "j":
+            sch.reorder(*reversed(loops_of(sch, block, 2)))
+        own_fragment(sch, block, plan.warps)
+    for init, back, store in role.sums:
+        own_fragment(sch, init, plan.warps)
+        own_fragment(sch, back, plan.warps)
+        own_output(sch, store, plan.warps)
+
+
+def bind_products(sch, plan, role):
+    """Warps take their rows of the products, and the products' first values get statements of their own."""
+    for product in role.products:
+        block = f"{product.block}_o"
+        warp, k, column, step = loops_of(sch, block)
+        sch.bind(warp, "threadIdx.y")
+        unroll_all(sch, (k, column, step))
+        init = sch.get_child_blocks(sch.decompose_reduction(block, k))[0]
+        i, j = loops_of(sch, init, 2)
+        if product.transposed:
+            sch.reorder(j, i)
+            i, j = j, i
+        half, row = sch.split(i, factors=[2, 8])
+        column_half, quad, pair = sch.split(j, factors=[2, 4, 2])
+        sch.reorder(row, quad, column_half, half, pair)
+        sch.bind(sch.fuse(row, quad), "threadIdx.x")
+        unroll_all(sch, (column_half, half, pair))
+
+
+def use_tensor_cores(sch, plan, role):
+    """Replace the 16 x 16 copies by ldmatrix and the 16 x 16 x 16 products by mma.sync."""
+    for product in role.products:
+        block = sch.get_sblock(f"{product.block}_o_update")
+        for fragment, operand in list(fragments_of(sch, product, block)):
+            shared = sch.get(fragment).reads[0].source
+            sch.tensorize(loops_of(sch, fragment)[-2], intrinsics.ldmatrix_name(operand, shared.dtype, *shared.shape))
+        form = "sum" if product.first is None else "kq" if product.transposed else "qk"
+        sch.tensorize(loops_of(sch, product.block)[-3], f"mma_{form}_{shared.dtype}")
+
+
+def pipeline_loads(sch, plan, role):
+    """Copy the tiles that stream by one turn ahead, by cp.async, double buffered."""
+    loop = loops_of(sch, role.turn)[-1]
+    stages = [0 if name in role.streams else 1 for name in role.statements]
+    for key, value in (("stage", stages), ("order", list(range(len(stages)))), ("async_stages", [0])):
+        sch.annotate(loop, f"software_pipeline_{key}", value)
+
+
+STAGES = (place_buffers, lay_out_fragments, tile_products, stage_fragments, bind_grid, copy_tiles, bind_fragments, bind_products,
+          use_tensor_cores, pipeline_loads)
+
+
+def schedule(role, workload, plan, stages=None):
+    """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
+    sch = s_tir.Schedule(tvm.IRModule({"main": declare(role, workload, plan)}), debug_mask=0)
+    for stage in STAGES[:stages]:
+        stage(sch, plan, ROLES[role])
+    return sch
+
+
+def build(role, workload, plan, arch):
+    """A function compiled for a GPU, as a runtime module; a compiler must be installed around the call (lowering.cuda_compile)."""
+    mod = tvm.IRModule({role: schedule(role, workload, plan).mod["main"].with_attr("global_symbol", role)})
+    with arch.target(), tvm.transform.PassContext(config=CONFIG):
+        return tvm.tirx.build(mod, target=arch.target(), pipeline=PIPELINE)

@@ -32,9 +32,19 @@ def _mean(p, v):
     return (p @ _of_heads(v, p.shape[1])).swapaxes(1, 2)
 
 
+def _by_keys(p, x):
+    """P^T x [B, M, H, C], of x [B, N, H, C]."""
+    return (p.swapaxes(2, 3) @ x.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def _row_sums(x):
+    """Sums [B, H, N] over the channels of x [B, N, H, C]."""
+    return x.sum(axis=-1).swapaxes(1, 2)
+
+
 def _sum_in_order(sums, a, b):
-    """Add the product of a [X, N, L] and b [X, L, M] to sums [X, N, M] one l after the other, as a plain loop does: NumPy's own order rounds
-    better than any kernel's need be. As many x at a time as caches hold."""
+    """Add the product of a [X, N, L] and b [X, L, M] to sums [X, N, M] one l after the other, as a plain loop does: NumPy's own order
+    rounds better than any kernel's need be. As many x at a time as caches hold."""
     step = max(1, 2**17 // max(sums[:1].size, 1))
     for x in range(0, len(sums), step):
         part = sums[x:x + step]
@@ -128,10 +138,8 @@ def backward(workload, dout, q, k, v, out, lse, scale=None, arguments=(), length
     dout, q, k, v, out, lse = (x.astype(np.float64) for x in (dout, q, k, v, out, lse))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _, p, slope = _probabilities(workload, q, k, lse, scale, arguments)
-    ds = p * (_product(dout, v) - np.einsum("bihc,bihc->bhi", dout, out)[..., None]) * slope
-    dq = scale * np.einsum("bhij,bjhc->bihc", ds, _grouped(k, q.shape[2]))
-    dk = scale * np.einsum("bhij,bihc->bjhc", ds, q)
-    dv = np.einsum("bhij,bihc->bjhc", p, dout)
+    ds = p * (_product(dout, v) - _row_sums(dout * out)[..., None]) * slope
+    dq, dk, dv = scale * _mean(ds, k), scale * _by_keys(ds, q), _by_keys(p, dout)
     return dq, *(_summed_over_groups(x, k.shape[2]) for x in (dk, dv))
 
 
@@ -254,20 +262,20 @@ def _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answ
     scores add up like chance, that of delta along its row; those of the base may be the same in all rows."""
     out, lse = forward(workload, q, k, v, scale, arguments)
     dout, q, k, v = (x.astype(np.float64) for x in (dout, q, k, v))
-    scale, step, keys = q.shape[-1] ** -0.5 if scale is None else scale, np.finfo(np.float32).eps / 2, _grouped(k, q.shape[2])
+    scale, step = q.shape[-1] ** -0.5 if scale is None else scale, np.finfo(np.float32).eps / 2
     cast = 0 if workload.dtype == "float32" else ml_dtypes.finfo(numpy_dtype(workload)).eps / 2
     s, p, slope = _probabilities(workload, q, k, lse, scale, arguments)
     s, lse = np.where(p > 0, s, 0), np.where(np.isneginf(lse), 0, lse)[..., None]
     steps, common = 7 if workload.score else 3, 3 * step * abs(lse).max(initial=0)
     off = step * (abs(scale) * _product(abs(q), abs(k)) + steps * abs(s) + 3 * abs(lse) + abs(s - lse) + 2) + cast
-    of_delta = step * np.einsum("bihc,bihc->bhi", abs(dout), abs(out)) + cast * np.sqrt(np.einsum("bihc,bihc->bhi", dout**2, out**2))
+    of_delta = step * _row_sums(abs(dout * out)) + cast * np.sqrt(_row_sums((dout * out)**2))
     of_delta, slope = of_delta[..., None], abs(slope)
-    ds = abs(p * slope * (_product(dout, v) - np.einsum("bihc,bihc->bhi", dout, out)[..., None]))
+    ds = abs(p * slope * (_product(dout, v) - _row_sums(dout * out)[..., None]))
     of_ds = (ds * off + step * p * slope * _product(abs(dout), abs(v)))**2
-    dq = np.sqrt(np.einsum("bhij,bjhc->bihc", of_ds, keys**2)) + step * np.einsum("bhij,bjhc->bihc", ds, abs(keys))
-    dq += of_delta.swapaxes(1, 2) * abs(np.einsum("bhij,bjhc->bihc", p * slope, keys))
-    dk = np.sqrt(np.einsum("bhij,bihc->bjhc", of_ds + (p * slope * of_delta)**2, q**2)) + step * np.einsum("bhij,bihc->bjhc", ds, abs(q))
-    dv = np.sqrt(np.einsum("bhij,bihc->bjhc", (p * off)**2, dout**2)) + step * np.einsum("bhij,bihc->bjhc", p, abs(dout))
+    dq = np.sqrt(_mean(of_ds, k**2)) + step * _mean(ds, abs(k))
+    dq += of_delta.swapaxes(1, 2) * abs(_mean(p * slope, k))
+    dk = np.sqrt(_by_keys(of_ds + (p * slope * of_delta)**2, q**2)) + step * _by_keys(ds, abs(q))
+    dv = np.sqrt(_by_keys((p * off)**2, dout**2)) + step * _by_keys(p, abs(dout))
     errors = abs(scale) * dq, abs(scale) * _summed_over_groups(dk, k.shape[2]), _summed_over_groups(dv, k.shape[2])
     return [error + common * abs(answer) for error, answer in zip(errors, answers)]
 

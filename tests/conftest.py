@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _group(item):
-    """The tests that one worker takes together, since they share what it builds: those of a file, and of an engine where a file has them."""
+    """The tests that one worker takes together, since they share what it builds: those of a file, or of an engine in it."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     family, whole = params.get("engine", (None, None))
     return item.path.stem if family is None else f"{item.path.stem}-{family.NAME}-{whole}"

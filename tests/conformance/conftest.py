@@ -1,5 +1,7 @@
 """What the rules are asked of: every family, as artefact where this machine can run it, else on llvm up to the stage that binds threads,
 and there the kernel for views with strides."""
+import functools
+
 import pytest
 import tvm
 import tvm_ffi
@@ -11,7 +13,7 @@ from schedules.families import cpu, mma, simt, wgmma
 from scripts.kernels import build_artefact
 
 #: A chip that has each family, and a plan of small tiles, for where no GPU is.
-WITHOUT_GPU = {simt: ("sm_80", simt.SimtPlan(32, 32, 8, 8, 4)), mma: ("sm_80", mma.MmaPlan(q_tile=64, kv_tile=32, warps=2)),
+WITHOUT_GPU = {simt: ("sm_80", simt.SimtPlan(32, 16, 8, 16, 4)), mma: ("sm_80", mma.MmaPlan(q_tile=64, kv_tile=32, warps=2)),
                wgmma: ("sm_90a", wgmma.WgmmaPlan(q_tile=64, kv_tile=64))}
 
 
@@ -46,9 +48,11 @@ class Engine:
     def _stages(self, workload):
         _, plan = WITHOUT_GPU[self.family]
         count = [stage.__name__ for stage in self.family.STAGES].index(self.family.BINDS_AT)
-        kernels = [tvm.compile(schedule(self.family, workload, plan, count, negative, strided=True).mod, "llvm")
-                   for negative in signs(workload)]
-        return lambda *arguments: kernels[0 if arguments[5] >= 0 else -1](*arguments)
+
+        @functools.cache
+        def kernel(negative):
+            return tvm.compile(schedule(self.family, workload, plan, count, negative, strided=True).mod, "llvm")
+        return lambda *arguments: kernel(arguments[5] < 0 and True in signs(workload))(*arguments)
 
 
 def _id(param):

@@ -41,15 +41,6 @@ def both(a, b):
     return tirx.And(a, b) if symbolic(a, b) else _plain(np.logical_and(a, b))
 
 
-def between(x, begin, end):
-    """begin <= x < end, for begin and end from 0 on. One comparison of expressions, since a distance below zero is a large unsigned
-    number; TVM would take minima and maxima of the ends apart, into a comparison each."""
-    if not symbolic(x, begin, end):
-        return both(_plain(np.less_equal(begin, x)), less(x, end))
-    distance, length = (tirx.Cast("uint32", value) for value in (x - begin, tirx.max(end - begin, 0)))
-    return tirx.LT(distance, length)
-
-
 def select(condition, then, other):
     """`then` where the condition holds, or is an integer above zero, else `other`."""
     if not symbolic(condition, then, other):

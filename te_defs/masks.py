@@ -22,7 +22,7 @@ import tvm
 from tvm import tirx
 
 from te_defs.arguments import COUNT, Modifier, ModifierError, Operand, find, parameter, require_kinds
-from te_defs.integers import between, less, maximum, minimum, select
+from te_defs.integers import both, less, maximum, minimum, select
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ class Mask(Modifier):
         return i + kv_len - q_len
 
     def keep(self, i, j, kv_len):
-        """Whether row i, which must be one that exists, sees key j, which may lie past the end; as it stands for exact masks."""
-        end = self.key_end(i, kv_len)
-        return j < end if self.from_start else between(j, self.key_begin(i, kv_len), end)
+        """Whether row i, which must be one that exists, sees key j, which may lie past the end; as it stands for masks from the start."""
+        return j < self.key_end(i, kv_len)
 
     def key_begin(self, i, kv_len):
         """The first key that row i may see, from 0 to kv_len."""
@@ -138,6 +137,9 @@ class Window(Mask):
     samples = ((1023, 0), (0, 0), (16, 3), (5, 90), (70, 0), (100, 100), (1 << 20, 1 << 20))
     left: COUNT
     right: COUNT
+
+    def keep(self, i, j, kv_len):
+        return both(j >= i - self.left, j < self.key_end(i, kv_len))
 
     def key_begin(self, i, kv_len):
         return minimum(maximum(i - self.left, 0), kv_len)

@@ -16,6 +16,9 @@ from scripts.kernels import build_artefact
 WITHOUT_GPU = {simt: ("sm_80", simt.SimtPlan(32, 16, 8, 16, 4)), mma: ("sm_80", mma.MmaPlan(q_tile=64, kv_tile=32, warps=2)),
                wgmma: ("sm_90a", wgmma.WgmmaPlan(q_tile=64, kv_tile=64))}
 
+#: Each kernel runs a few times: most of the time goes into compiling it.
+QUICK_LLVM = tvm.target.Target({"kind": "llvm", "opt-level": 1})
+
 
 class Engine:
     """Forward functions of one family.
@@ -51,7 +54,7 @@ class Engine:
 
         @functools.cache
         def kernel(negative):
-            return tvm.compile(schedule(self.family, workload, plan, count, negative, strided=True).mod, "llvm")
+            return tvm.compile(schedule(self.family, workload, plan, count, negative, strided=True).mod, QUICK_LLVM)
         return lambda *arguments: kernel(arguments[5] < 0 and True in signs(workload))(*arguments)
 
 

@@ -6,12 +6,15 @@ from te_defs import reference
 from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
 from te_defs.naive import naive_backward
 
+#: Each function runs a few times: most of the time goes into compiling it.
+QUICK_LLVM = tvm.target.Target({"kind": "llvm", "opt-level": 1})
+
 
 class Naive:
     """The definition, compiled: (dO, Q, K, V, O, LSE, scale, further arguments) -> dQ, dK, dV."""
 
     def __init__(self, workload):
-        self.function = tvm.compile(naive_backward(workload), "llvm")
+        self.function = tvm.compile(naive_backward(workload), QUICK_LLVM)
 
     def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
         gradients = _outputs(q, k, v)
@@ -24,7 +27,7 @@ class Plain:
 
     def __init__(self, workload, q_tile=32, kv_tile=16):
         functions = attention_delta(workload), *(form(workload, q_tile, kv_tile) for form in (attention_dk_dv, attention_dq))
-        self.delta, self.dk_dv, self.dq = (tvm.compile(function, "llvm") for function in functions)
+        self.delta, self.dk_dv, self.dq = (tvm.compile(function, QUICK_LLVM) for function in functions)
 
     def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
         dout, q_, k_, v_, out, lse_ = map(tvm.runtime.tensor, (dout, q, k, v, out, lse))

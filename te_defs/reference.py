@@ -42,22 +42,22 @@ def _row_sums(x):
     return x.sum(axis=-1).swapaxes(1, 2)
 
 
-def _sum_in_order(sums, a, b):
-    """Add the product of a [X, N, L] and b [X, L, M] to sums [X, N, M] one l after the other, as a plain loop does: NumPy's own order
-    rounds better than any kernel's need be. As many x at a time as caches hold."""
-    step = max(1, 2**17 // max(sums[:1].size, 1))
-    for x in range(0, len(sums), step):
-        part = sums[x:x + step]
+def _sum_in_order(a, b):
+    """The product [B, H, N, M] of a [B, H, N, L] and b [B, H, L, M], summed one l after the other, as a plain loop does: NumPy's own order
+    rounds better than any kernel's need be. As many heads at a time as caches hold."""
+    sums = np.zeros((*a.shape[:3], b.shape[3]), a.dtype)
+    flat, a, b = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (sums, a, b))
+    step = max(1, 2**17 // max(flat[:1].size, 1))
+    for x in range(0, len(flat), step):
+        part = flat[x:x + step]
         for at in range(a.shape[2]):
             part += a[x:x + step, :, at, None] * b[x:x + step, at, None]
     return sums
 
 
 def _product_in_order(q, k):
-    """The same in the order of `_sum_in_order`."""
-    (b, n, h, d), m = q.shape, k.shape[1]
-    q, k = (x.reshape(b * h, x.shape[2], d) for x in (_of_heads(q, h), _of_heads(k, h)))
-    return _sum_in_order(np.zeros((b * h, n, m), q.dtype), q, k.swapaxes(1, 2)).reshape(b, h, n, m)
+    """Q K^T [B, H, N, M] in the order of `_sum_in_order`."""
+    return _sum_in_order(q.swapaxes(1, 2), _of_heads(k, q.shape[2]).swapaxes(2, 3))
 
 
 def _visible(workload, shape, arguments):
@@ -149,13 +149,11 @@ def _plain(workload, q, k, v, scale, arguments):
     q, k, v = (x.astype(np.float32) for x in (q, k, v))
     scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
     p, row_sum, row_max = _softmax(workload, _scores(workload, q, k, scale, arguments, _product_in_order), arguments)
-    (b, h, n, m), dv = p.shape, v.shape[-1]
     row_sum -= p.sum(axis=-1, keepdims=True)  # what is left is the sink's part
-    for j in range(m):
+    for j in range(k.shape[1]):
         row_sum += p[..., j, None]
     row_sum = np.where(row_sum == 0, 1, row_sum)
-    rounded, v = p.astype(dtype).astype(np.float32).reshape(b * h, n, m), _of_heads(v, h).reshape(b * h, m, dv)
-    out = _sum_in_order(np.zeros((b * h, n, dv), np.float32), rounded, v).reshape(b, h, n, dv)
+    out = _sum_in_order(p.astype(dtype).astype(np.float32), _of_heads(v, q.shape[2]))
     return (out / row_sum).swapaxes(1, 2).astype(dtype), (row_max + np.log(row_sum))[..., 0]
 
 
@@ -240,19 +238,15 @@ def plain_backward(workload, dout, q, k, v, scale=None, arguments=()):
     dtype = numpy_dtype(workload)
     out, lse = _plain(workload, q, k, v, scale, arguments)
     dout, q, k, v, out = (x.astype(np.float32) for x in (dout, q, k, v, out))
-    scale, keys = np.float32(q.shape[-1] ** -0.5 if scale is None else scale), _grouped(k, q.shape[2])
+    scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
     raw, (_, score, _) = _product_in_order(q, k) * scale, workload.modifiers(arguments)
     s = _scores(workload, q, k, scale, arguments, _product_in_order)
     p = np.exp(np.where(np.isneginf(s), s, s - np.where(np.isneginf(lse), 0, lse)[..., None]))
     ds = p * (_product_in_order(dout, v) - np.cumsum(dout * out, axis=-1)[..., -1].swapaxes(1, 2)[..., None])
     ds = ds if score is None else np.where(p > 0, ds * score.applied_slopes(raw, raw.shape[2:]), 0)
     p, ds = (x.astype(dtype).astype(np.float32) for x in (p, ds))
-    dq, dk, dv = (np.zeros(x.shape[:2] + (q.shape[2], x.shape[3]), np.float32) for x in (q, k, v))
-    for j in range(k.shape[1]):
-        dq += ds[..., j].swapaxes(1, 2)[..., None] * keys[:, j, None]
-    for i in range(q.shape[1]):
-        dk += ds[:, :, i].swapaxes(1, 2)[..., None] * q[:, i, None]
-        dv += p[:, :, i].swapaxes(1, 2)[..., None] * dout[:, i, None]
+    dq, dk, dv = (_sum_in_order(rows, x).swapaxes(1, 2) for rows, x in (
+        (ds, _of_heads(k, q.shape[2])), (ds.swapaxes(2, 3), q.swapaxes(1, 2)), (p.swapaxes(2, 3), dout.swapaxes(1, 2))))
     return tuple(x.astype(dtype) for x in (dq * scale, _summed_over_groups(dk, k.shape[2]) * scale, _summed_over_groups(dv, k.shape[2])))
 
 

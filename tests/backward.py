@@ -5,10 +5,7 @@ import tvm
 from te_defs import reference
 from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
 from te_defs.naive import naive_backward
-
-#: Each function runs a few times: most of the time goes into compiling it.
-QUICK_LLVM = tvm.target.Target({"kind": "llvm", "opt-level": 1})
-
+from tests.numbers import QUICK_LLVM
 
 class Naive:
     """The definition, compiled: (dO, Q, K, V, O, LSE, scale, further arguments) -> dQ, dK, dV."""

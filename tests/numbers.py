@@ -1,10 +1,13 @@
 """Running a forward function on the CPU and asking the reference whether its numbers are right."""
 import numpy as np
+import tvm
 
 from scripts import kernels
 from te_defs import reference
 from te_defs.workload import Shape
 
+#: For kernels that run a few times, where most of the time goes into compiling them.
+QUICK_LLVM = tvm.target.Target({"kind": "llvm", "opt-level": 1})
 #: Shapes that break kernels: no tile divides them, more queries than keys, one query, groups, no keys; with a scale factor each.
 RAGGED = {
     "ragged": (Shape(1, 2, 2, 77, 90), 1.0),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import s_tir
 
+from schedules.families.mma_plan import COPY_BYTES, OTHER_REGISTERS, without_tensor_cores
 from schedules.intrinsics import mma as intrinsics
 from schedules.lowering import mma_pipeline
 from schedules.plan import Budget, Plan, first_of, fitting, require
@@ -23,9 +24,6 @@ NAME = "mma_backward"
 PIPELINE = "flashtir_mma"
 CONFIG = mma_pipeline.CONFIG
 BINDS_AT = "bind_grid"
-COPY_BYTES = 16
-#: Registers beside accumulators, S and dP: fragments in flight, statistics, addresses.
-OTHER_REGISTERS = 56
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,7 @@ class Role:
     rows      "i" or "j": whose rows stay, and are rows of the fragments
     stays     loads of the tiles that stay; streams: of those that come by
     products  Products in the order they run
+    scores    blocks of what is done with scores between the products
     sums      (block that sets it, block that copies it back, block that stores it) for each accumulator
     turn      block of what is done with a tile that comes by; statements: its leaves in program order, products in two parts
     """
@@ -72,6 +71,7 @@ class Role:
     stays: tuple
     streams: tuple
     products: tuple
+    scores: tuple
     sums: tuple
     turn: str
     statements: tuple
@@ -79,12 +79,12 @@ class Role:
 
 DQ = Role(attention_dq, "i", ("Q_load", "dO_load"), ("K_load", "V_load"),
           (Product("S", "Q_tile", "K_tile"), Product("dP", "dO_tile", "V_tile"), Product("dQ_acc_new", None, "K_tile", turned=True)),
-          (("dQ_acc_init", "dQ_acc", "dQ"),), "kv",
+          ("P", "P_masked", "dS", "dS_cast"), (("dQ_acc_init", "dQ_acc", "dQ"),), "kv",
           ("K_load", "V_load", "S_init", "S", "P", "P_masked", "dP_init", "dP", "dS", "dS_cast", "dQ_init", "dQ_acc_new", "dQ_acc"))
 DK_DV = Role(attention_dk_dv, "j", ("K_load", "V_load"), ("Q_load", "dO_load"),
              (Product("S", "K_tile", "Q_tile", transposed=True), Product("dV_acc_new", None, "dO_tile", turned=True),
               Product("dP", "V_tile", "dO_tile", transposed=True), Product("dK_acc_new", None, "Q_tile", turned=True)),
-             (("dK_acc_init", "dK_acc", "dK"), ("dV_acc_init", "dV_acc", "dV")), "rows",
+             ("P", "P_masked", "P_cast", "dS", "dS_cast"), (("dK_acc_init", "dK_acc", "dK"), ("dV_acc_init", "dV_acc", "dV")), "rows",
              ("Q_load", "dO_load", "LSE_load", "delta_load", "S_init", "S", "P", "P_masked", "P_cast", "dV_init", "dV_acc_new", "dP_init",
               "dP", "dS", "dS_cast", "dK_init", "dK_acc_new", "dK_acc", "dV_acc"))
 ROLES = {"dq": DQ, "dk_dv": DK_DV}
@@ -93,17 +93,12 @@ ROLES = {"dq": DQ, "dk_dv": DK_DV}
 TILES = {"dq": {64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 32, 4)},
          "dk_dv": {64: (64, 128, 8), 128: (64, 128, 8), 256: (32, 64, 4)}}
 
-SCORES = {"dq": ("P", "P_masked", "dS", "dS_cast"), "dk_dv": ("P", "P_masked", "P_cast", "dS", "dS_cast")}
-
 
 def decline(workload, arch):
     """Why this family does not take the workload, or None."""
-    if arch.kind != "cuda":
-        return f"{arch.name} is no CUDA GPU"
-    if not arch.mma:
-        return f"{arch.name} has no mma.sync m16n8k16 (sm_80 and later have)"
-    if workload.dtype not in intrinsics.PTX_DTYPE:
-        return f"tensor cores take 16-bit inputs, not {workload.dtype}"
+    reason = without_tensor_cores(workload, arch)
+    if reason is not None:
+        return reason
     if not (intrinsics.swizzled(workload.head_dim) and intrinsics.swizzled(workload.value_dim)):
         return f"head dimensions must be 64, 128 or 256, not {workload.head_dim} and {workload.value_dim}"
     return None
@@ -146,25 +141,21 @@ def declare(role, workload, plan):
 
 def layout_of(role, block):
     """Index map of a block's matrix in fragments: scores lie transposed where keys are the rows."""
-    scores = {*SCORES["dk_dv"], "S", "dP"}
-    return (lambda i, j: intrinsics.fragment_layout(j, i)) if role.rows == "j" and block in scores else intrinsics.fragment_layout
+    turned = role.rows == "j" and block in ("S", "dP", *role.scores)
+    return (lambda i, j: intrinsics.fragment_layout(j, i)) if turned else intrinsics.fragment_layout
 
 
 def place_buffers(sch, plan, role):
     """Tiles and statistics go to shared memory; everything between the products stays in the registers of a warp."""
     for block in (*role.stays, *role.streams, "LSE_load", "delta_load"):
         sch.set_scope(block, 0, "shared.dyn")
-    for block in (*scores_of(role), *(product.block for product in role.products), *(init for init, _, _ in role.sums)):
+    for block in (*role.scores, *(product.block for product in role.products), *(init for init, _, _ in role.sums)):
         sch.set_scope(block, 0, "warp")
-
-
-def scores_of(role):
-    return SCORES["dq" if role.rows == "i" else "dk_dv"]
 
 
 def lay_out_fragments(sch, plan, role):
     """Lay all matrices out as mma.sync fragments: [tile row, tile column, lane, register]."""
-    for block in (*scores_of(role), *(product.block for product in role.products), *(init for init, _, _ in role.sums)):
+    for block in (*role.scores, *(product.block for product in role.products), *(init for init, _, _ in role.sums)):
         sch.transform_layout(block, ("write", 0), layout_of(role, block))
 
 
@@ -227,7 +218,7 @@ def copy_tiles(sch, plan, role):
 
 def bind_fragments(sch, plan, role):
     """Every lane computes the elements of scores and accumulators that its registers hold."""
-    for block in scores_of(role):
+    for block in role.scores:
         if role.rows == "j":
             sch.reorder(*reversed(loops_of(sch, block, 2)))
         own_fragment(sch, block, plan.warps)

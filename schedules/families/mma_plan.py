@@ -37,14 +37,22 @@ class MmaPlan(Plan):
     register_level: int = 10
 
 
-def decline(workload, arch):
-    """Why this family does not take the workload, or None."""
+def without_tensor_cores(workload, arch):
+    """Why mma.sync cannot serve the workload on an architecture, or None."""
     if arch.kind != "cuda":
         return f"{arch.name} is no CUDA GPU"
     if not arch.mma:
         return f"{arch.name} has no mma.sync m16n8k16 (sm_80 and later have)"
     if workload.dtype not in intrinsics.PTX_DTYPE:
         return f"tensor cores take 16-bit inputs, not {workload.dtype}"
+    return None
+
+
+def decline(workload, arch):
+    """Why this family does not take the workload, or None."""
+    reason = without_tensor_cores(workload, arch)
+    if reason is not None:
+        return reason
     if workload.value_dim < LEAST_VALUE_DIM:
         return f"the value dimension must be at least {LEAST_VALUE_DIM}, a fragment's columns, not {workload.value_dim}"
     if not _seeds(workload, arch):

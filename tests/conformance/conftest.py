@@ -11,14 +11,11 @@ from schedules.arch import arch_of_capability, cpu_arch, cuda_arch
 from schedules.build import schedule, signs
 from schedules.families import cpu, mma, simt, wgmma
 from scripts.kernels import build_artefact
+from tests.numbers import QUICK_LLVM
 
 #: A chip that has each family, and a plan of small tiles, for where no GPU is.
 WITHOUT_GPU = {simt: ("sm_80", simt.SimtPlan(32, 16, 8, 16, 4)), mma: ("sm_80", mma.MmaPlan(q_tile=64, kv_tile=32, warps=2)),
                wgmma: ("sm_90a", wgmma.WgmmaPlan(q_tile=64, kv_tile=64))}
-
-#: Each kernel runs a few times: most of the time goes into compiling it.
-QUICK_LLVM = tvm.target.Target({"kind": "llvm", "opt-level": 1})
-
 
 class Engine:
     """Forward functions of one family.

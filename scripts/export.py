@@ -13,7 +13,7 @@ from schedules.arch import cuda_arch
 from schedules.artefact.variant import limits_of
 from schedules.plan import Plan, fitting
 from scripts import cli, options
-from scripts.kernels import build_kernels, write_artefact
+from scripts.kernels import build_gradients, build_kernels, write_artefact
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ def make_parser():
     parser.add_argument("--also", action="append", nargs="+", default=[], metavar="SM",
                         help="a further variant for calls that those before it cannot serve, such as sm_80 sm_89: lowered for the first of "
                              "these architectures, tuned where a log is for that, else with the default plan; can be repeated")
+    parser.add_argument("--backward", action="store_true", help="put the gradients in, too: a function flash_attention_backward")
     parser.add_argument("--output", type=Path, default=None, help="the .so to write; None: build/<device>/<workload>.so")
     parser.add_argument("--seed", type=options.seed, default=0, help="seed of the check cases")
     return parser
@@ -102,13 +103,14 @@ def run(args):
     cli.echo(command="export", device=device.description, workload=workload.name, family=first.family.NAME, plan=str(first.plan),
              archs=first.archs, also=[{"family": it.family.NAME, "plan": str(it.plan), "archs": it.archs,
                                        "tuned_on": it.measured and it.measured["device"]} for it in further],
-             output=output, seed=args.seed)
+             backward=args.backward, output=output, seed=args.seed)
     kernels = []
     for it in choices:
         kernels += build_kernels(it.family, workload, it.plan, it.arch, it.archs, it.measured, len(kernels) + 1)
-    for line in [line for kernel in kernels for line in kernel.figures()]:
+    gradients = [build_gradients(workload, it.arch, it.archs, place) for place, it in enumerate(choices, 1)] if args.backward else []
+    for line in [line for kernel in (*kernels, *gradients) for line in kernel.figures()]:
         print(line)
-    for path in write_artefact(kernels, workload, output, args.seed):
+    for path in write_artefact(kernels, workload, output, args.seed, gradients):
         print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import tvm
 
-from schedules import build, registry
+from schedules import backward, build, registry
 from schedules.arch import CUDA_ARCHS
 from schedules.artefact.cases import check_cases
 from schedules.artefact.export import export_artefact
@@ -91,10 +91,30 @@ def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1
             for number, (found, (of, entry, serves)) in enumerate(zip(figures, wanted), place)]
 
 
-def write_artefact(kernels, workload, path, seed=0):
-    """Write Kernels as one artefact that chooses among them, best first; paths of the .so and of its check cases, drawn from `seed`."""
-    variants = [kernel.variant for kernel in kernels]
-    return export_artefact(variants, workload, path, describe(workload, variants, kernels[0].toolkit), check_cases(workload, seed))
+def build_gradients(workload, arch, archs=(), place=1, plans=None):
+    """Kernel of the gradients of a workload by the first family that takes it: delta, dK with dV, and dQ, lowered for `arch`.
+
+    archs  further architectures, as in `build_kernel`; place  among the artefact's variants for gradients
+    plans  schedules.backward.Plans; None: the family's seeds
+    """
+    family = backward.taker(workload, arch)
+    plans = plans or backward.default_plans(family, workload, arch)
+    toolkit, compiler = cuda_toolkit(arch), nullcontext()
+    if toolkit is not None:
+        compiler = cuda_compiler(toolkit, archs or (arch.name,), CudaOptions(**family.compiler_options(plans.dk_dv)))
+    with compiler as log:
+        module = backward.build(family, workload, plans, arch, place)
+    return Kernel(variant_of(module, family, arch, plans, log.kernels if log else ()), toolkit)
+
+
+def write_artefact(kernels, workload, path, seed=0, gradients=()):
+    """Write Kernels as one artefact that chooses among them, best first; paths of the .so and of its check cases, drawn from `seed`.
+
+    gradients  Kernels of the backward pass, likewise
+    """
+    variants, backward_variants = ([kernel.variant for kernel in some] for some in (kernels, gradients))
+    manifest = describe(workload, variants, kernels[0].toolkit, backward_variants)
+    return export_artefact(variants, workload, path, manifest, check_cases(workload, seed, bool(gradients)), backward_variants)
 
 
 def build_artefact(family_name, workload, plan, arch, path, measured=None):

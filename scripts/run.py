@@ -24,8 +24,9 @@ import tvm  # noqa: E402
 
 DONE, FAILED = 0, 1
 FORWARD, MANIFEST = "flash_attention_forward", "flash_attention_manifest"
-#: The same by a variant of one's own choice: (its number in the manifest, then as FORWARD).
-VARIANT = "flash_attention_forward_variant"
+BACKWARD = "flash_attention_backward"
+#: Behind the name of a call, the same by a variant of one's own choice: (its number in the manifest, then as that call).
+BY_VARIANT = "_variant"
 #: Of the manifests that this file reads.
 SCHEMA = 3
 
@@ -47,6 +48,11 @@ def load(path):
             raise RunError(f"{path} does not load: {str(error).strip().splitlines()[-1]}") from error
     load_cuda_runtime()
     return tvm.runtime.load_module(str(path))
+
+
+def text_of(plan):
+    """A plan of the manifest, or a dictionary of several, as text."""
+    return " ".join(f"{name}: {text_of(value)};" if isinstance(value, dict) else f"{name}={value}" for name, value in plan.items())
 
 
 def _is_whole(path):
@@ -85,7 +91,8 @@ def read_cases(path, name_of_workload):
             arrays = dict(file)
         index = json.loads(str(arrays["index"]))
         complete = all(f"{case['name']}.{name}" in arrays for case in index["cases"] for name in (
-            "q", "k", "v", "out", "lse", *(value for value in case["arguments"] if isinstance(value, str))))
+            "q", "k", "v", "out", "lse", *(value for value in case["arguments"] if isinstance(value, str)),
+            *(("dout", "dq", "dk", "dv") if "gradient_tolerances" in case else ())))
         schema, workload = index["schema"], index["workload"]
     except (OSError, EOFError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise RunError(f"{path} must hold check cases, found something else ({error}): export again") from error
@@ -107,23 +114,35 @@ def length_arguments(lengths, device):
     return [tvm.runtime.tensor(np.array(numbers, np.int32), device) if isinstance(numbers, list) else numbers for numbers in lengths]
 
 
+def with_most_keys(lengths):
+    """The same of a call for gradients, which of packed sequences wants the most keys of one, too."""
+    return [*lengths, int(np.diff(lengths[1]).max(initial=0))] if len(lengths) == 3 else lengths
+
+
 def full_lengths(kind, batch, q_len, kv_len):
     """The same for entries that are all as long as they can be."""
     begins = [[b * size for b in range(batch + 1)] for size in (q_len, kv_len)]
     return {"keys": [[kv_len] * batch], "packed": [*begins, q_len]}.get(kind, [])
 
 
+def array_of(case, arrays, name):
+    """An array of a case."""
+    array = arrays[f"{case['name']}.{name}"]
+    return array.view("bfloat16") if array.dtype == np.uint16 else array  # kept as bits; tvm makes NumPy know the type
+
+
+def arguments_behind_scale(case, arrays, device, backward=False):
+    """What follows the scale in a call of a case."""
+    extras = [tvm.runtime.tensor(array_of(case, arrays, value), device) if isinstance(value, str) else value for value in case["arguments"]]
+    return [*extras, *length_arguments(with_most_keys(case["lengths"]) if backward else case["lengths"], device)]
+
+
 def check(forward, case, arrays, device):
     """(largest error of out, None or what is wrong) of one case."""
-    def tensor_of(name):
-        array = arrays[f"{case['name']}.{name}"]
-        return array.view("bfloat16") if array.dtype == np.uint16 else array  # kept as bits; tvm makes NumPy know the type
-
-    q, k, v = map(tensor_of, "qkv")
-    extras = [tvm.runtime.tensor(tensor_of(value), device) if isinstance(value, str) else value for value in case["arguments"]]
+    q, k, v = (array_of(case, arrays, name) for name in "qkv")
     answer, lse_answer = arrays[f"{case['name']}.out"], arrays[f"{case['name']}.lse"]
     arguments = call_arguments(q, k, v, device)
-    forward(*arguments, case["scale"], *extras, *length_arguments(case["lengths"], device))
+    forward(*arguments, case["scale"], *arguments_behind_scale(case, arrays, device))
     out, lse = (tensor.numpy().astype(np.float64) for tensor in arguments[3:])
     error = np.nan_to_num(np.abs(out - answer), nan=np.inf).max(initial=0)
     unseen = np.isneginf(lse_answer)
@@ -137,19 +156,39 @@ def check(forward, case, arrays, device):
     return error, None
 
 
-def check_all(forward, index, arrays, device, label=""):
-    """Number of wrong cases, with a line about each; None where the artefact's code is for other GPUs."""
+def check_gradients(backward, case, arrays, device):
+    """(largest error of the gradients as a share of what is allowed, None or what is wrong) of one case."""
+    dout, q, k, v, out, lse = (array_of(case, arrays, name) for name in ("dout", "q", "k", "v", "out", "lse"))
+    inputs = [tvm.runtime.tensor(array, device) for array in (dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32))]
+    gradients = [tvm.runtime.tensor(np.full(array.shape, np.nan, np.float32).astype(array.dtype), device) for array in (q, k, v)]
+    backward(*inputs, *gradients, case["scale"], *arguments_behind_scale(case, arrays, device, backward=True))
+    worst = 0.0
+    for name, gradient, allowed in zip(("dq", "dk", "dv"), gradients, case["gradient_tolerances"]):
+        found, answer = gradient.numpy().astype(np.float64), arrays[f"{case['name']}.{name}"]
+        error = np.where(np.isnan(answer), 0, np.nan_to_num(np.abs(found - answer), nan=np.inf)).max(initial=0)  # NaN: may be anything
+        worst = max(worst, error / allowed if allowed else 0.0)  # nothing is allowed of an empty gradient
+        if not error <= allowed:
+            return worst, f"{name} is off by {error:.2e}, allowed are {allowed:.2e}"
+    if gradients[0].numpy().swapaxes(-3, -2)[np.isneginf(lse)].any():
+        return worst, "a row that sees no key has not dq = 0"
+    return worst, None
+
+
+def check_all(call, index, arrays, device, label="", checked=check):
+    """Number of wrong cases, with a line about each; None where the artefact's code is for other GPUs. checked is `check` for the forward
+    pass, `check_gradients` for the other."""
     wrong = 0
     for case in index["cases"]:
         try:
-            error, complaint = check(forward, case, arrays, device)
+            error, complaint = checked(call, case, arrays, device)
         except ValueError as refusal:
-            if label and "of compute capability" in str(refusal):
+            if "variant" in label and "of compute capability" in str(refusal):
                 print(f"  {label}is for other GPUs")
                 return None
             raise RunError(f"the artefact refuses check case {case['name']}: {refusal}") from refusal
         wrong += complaint is not None
-        print(f"  {label}{case['name']:<16} error {error:.2e} of {case['out_tolerance']:.2e}  {complaint or 'ok'}")
+        allowed = 1.0 if checked is check_gradients else case["out_tolerance"]
+        print(f"  {label}{case['name']:<16} error {error:.2e} of {allowed:.2e}  {complaint or 'ok'}")
     return wrong
 
 
@@ -166,8 +205,8 @@ def extra_arguments(known, numbers, shape, rng, device):
 
 
 def measure(module, manifest, shape, numbers, seed, repeat, device):
-    """Median and spread in milliseconds of calls on random data of one shape (batch, heads, key heads, queries, keys) with these numbers
-    behind the scale."""
+    """[(name of a call, its median and spread in milliseconds)] on random data of one shape (batch, heads, key heads, queries, keys) with
+    these numbers behind the scale."""
     workload = manifest["workload"]
     batch, heads, kv_heads, q_len, kv_len = shape
     rng = np.random.default_rng(seed)
@@ -175,14 +214,23 @@ def measure(module, manifest, shape, numbers, seed, repeat, device):
              (batch, kv_len, kv_heads, workload["value_dim"]))
     q, k, v = (rng.standard_normal(size, np.float32).astype(workload["dtype"]) for size in sizes)
     kind = workload.get("lengths", "uniform")
-    given = length_arguments(full_lengths(kind, batch, q_len, kv_len), device)
+    lengths = full_lengths(kind, batch, q_len, kv_len)
     if kind == "packed":
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    timer = module.time_evaluator(FORWARD, device, number=1, repeat=repeat, min_repeat_ms=20)
-    extras = extra_arguments(manifest["arguments"], numbers, shape, rng, device)
-    arguments = (*call_arguments(q, k, v, device), workload["head_dim"] ** -0.5, *extras, *given)
-    times = [1e3 * seconds for seconds in timer(*arguments).results]
-    return statistics.median(times), min(times), max(times)
+    behind = workload["head_dim"] ** -0.5, *extra_arguments(manifest["arguments"], numbers, shape, rng, device)
+    tensors = call_arguments(q, k, v, device)
+    calls = [(FORWARD, (*tensors, *behind, *length_arguments(lengths, device)))]
+    if manifest.get("backward"):
+        dout = rng.standard_normal(tensors[3].shape, np.float32).astype(workload["dtype"])
+        gradients = [tvm.runtime.tensor(np.empty_like(array), device) for array in (q, k, v)]
+        calls.append((BACKWARD, (tvm.runtime.tensor(dout, device), *tensors, *gradients, *behind,
+                                 *length_arguments(with_most_keys(lengths), device))))
+    found = []
+    for name, arguments in calls:  # the forward pass first, whose out and lse the other takes
+        timer = module.time_evaluator(name, device, number=1, repeat=repeat, min_repeat_ms=20)
+        times = [1e3 * seconds for seconds in timer(*arguments).results]
+        found.append((name, statistics.median(times), min(times), max(times)))
+    return found
 
 
 def parse(argv):
@@ -218,19 +266,24 @@ def run(args):
     if manifest["schema"] != SCHEMA:
         raise RunError(f"a manifest of schema {SCHEMA} is wanted, found {manifest['schema']} in {args.artefact}: export again")
     workload, kind = manifest["workload"], manifest["variants"][0]["target"]["kind"]
-    for variant in manifest["variants"]:
-        target, plan = variant["target"], " ".join(f"{name}={value}" for name, value in variant["plan"].items())
+    directions = [(FORWARD, manifest["variants"], check)]
+    if manifest.get("backward"):
+        directions.append((BACKWARD, manifest["backward"]["variants"], check_gradients))
+    for name, variant in [(name, variant) for name, variants, _ in directions for variant in variants]:
+        target, plan = variant["target"], text_of(variant["plan"])
         code = f" ({' '.join(target['archs'])})" if target["archs"] else ""
-        print(f"{args.artefact}: {workload['name']} for {target['lowered_for']}{code}, family {variant['family']}, {plan}")
+        print(f"{args.artefact}: {workload['name']}{' backward' * (name == BACKWARD)} for {target['lowered_for']}{code}, family {variant['family']}, {plan}")
     device = tvm.runtime.device(kind, 0)
     if not device.exist:
         raise RunError(f"the artefact needs a {kind} device, found none: run it where there is one")
     index, arrays = read_cases(args.check, workload["name"])
-    found = [check_all(module[FORWARD], index, arrays, device)]
-    variants = manifest["variants"] if len(manifest["variants"]) > 1 else ()
-    for number, variant in enumerate(variants):  # the cases are small: each variant must see them, whatever it is for
-        label = f"variant {number + 1}, {variant['family']}: "
-        found.append(check_all(functools.partial(module[VARIANT], number), index, arrays, device, label))
+    found = []
+    for name, variants, checked in directions:
+        backward = "backward, " if name == BACKWARD else ""
+        found.append(check_all(module[name], index, arrays, device, backward, checked))
+        for number, variant in enumerate(variants if len(variants) > 1 else ()):  # cases are small: each must see them, whatever it is for
+            label = f"{backward}variant {number + 1}, {variant['family']}: "
+            found.append(check_all(functools.partial(module[name + BY_VARIANT], number), index, arrays, device, label, checked))
     found = [wrong for wrong in found if wrong is not None]
     count, wrong = len(found) * len(index["cases"]), sum(found)
     print(f"{count - wrong} of {count} check cases passed")
@@ -246,9 +299,10 @@ def run(args):
     numbers = [int(number) if argument["kind"] == "count" else number for argument, number in zip(known, numbers)]
     for length in args.lengths:
         shape = (args.batch, args.heads, args.kv_heads, length, length)
-        median, least, most = measure(module, manifest, shape, numbers, args.seed, args.repeat, device)
         sizes = "".join(f", {name} {value:g}" for name, value in zip(names, numbers))
-        print(f"  batch {args.batch}, heads {args.heads}, length {length}{sizes}: {median:.3f} ms ({least:.3f} to {most:.3f})")
+        for call, median, least, most in measure(module, manifest, shape, numbers, args.seed, args.repeat, device):
+            label = ", backward" if call == BACKWARD else ""
+            print(f"  batch {args.batch}, heads {args.heads}, length {length}{sizes}{label}: {median:.3f} ms ({least:.3f} to {most:.3f})")
 
 
 def main(argv=None):

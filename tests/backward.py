@@ -50,7 +50,8 @@ def problem(workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1):
     dout = np.random.default_rng([seed, 1]).standard_normal((*q.shape[:3], v.shape[3])).astype(q.dtype)
     out, lse = reference.forward(workload, q, k, v, scale, arguments, lengths)
     answers = reference.backward(workload, dout, q, k, v, out, lse, scale, arguments, lengths)
-    return (dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)), answers, lse
+    given = dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
+    return tuple(map(np.ascontiguousarray, given)), answers, lse
 
 
 def verdict(function, workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1):

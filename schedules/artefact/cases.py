@@ -11,6 +11,9 @@ argument behind the scale::
 `arguments` and `lengths` are those that follow the scale in the call; a text names an array, here `ragged.bias`, and a list in `lengths`
 is an int32 tensor.
 
+Where the artefact has gradients, there are also `<case>.dout` and `.dq`, `.dk`, `.dv` (float64), and in the index `gradient_tolerances`,
+the largest errors of these three. They are the gradients for `out` in the workload's type and `lse` in float32; NaN stands for anything.
+
 A kernel passes a case when |out - answer| <= out_tolerance and |lse - answer| <= lse_tolerance * max(|answer|, 1) everywhere, and rows
 whose answer is lse = -inf have exactly that and out = 0.
 """
@@ -59,11 +62,26 @@ class CheckCase:
     out_tolerance: float
     lse_tolerance: float
     lengths: tuple = ()
+    gradients: "Gradients | None" = None
 
 
-def check_cases(workload, seed=0):
+@dataclass(frozen=True)
+class Gradients:
+    """Input dout in the workload's type, float64 answers, and the errors that are allowed."""
+
+    dout: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    tolerances: tuple
+
+
+def check_cases(workload, seed=0, gradients=False):
     """CheckCases of a workload for all of CHECK_SHAPES, with its mask's samples in turn; each draws from a seed of its own, so that adding
-    one changes no other."""
+    one changes no other.
+
+    gradients  whether they have Gradients
+    """
     cases, sizes_to_be_one = [], itertools.cycle(("", "B", "BH", "N", "BHN", "M"))
     for (name, (shape, factor)), mask, single in zip(CHECK_SHAPES.items(), itertools.cycle(workload.mask_class.samples), sizes_to_be_one):
         own_seed = [seed, *name.encode()]
@@ -76,7 +94,17 @@ def check_cases(workload, seed=0):
         out, lse = reference.forward(workload, q, k, v, scale, arguments, given)
         bounds = reference.tolerances(workload, q, k, v, scale, arguments, (out, lse), given)
         cases.append(CheckCase(name, q, k, v, scale, arguments, out, lse, *bounds, given))
-    return tuple(cases)
+    return tuple(replace(case, gradients=gradients_of(workload, case, [seed, 1, *case.name.encode()])) if gradients else case
+                 for case in cases)
+
+
+def gradients_of(workload, case, seed):
+    """Gradients of a case for random dout, from its own out and lse, rounded as a kernel gets them."""
+    dout = np.random.default_rng(seed).standard_normal(case.out.shape, np.float32).astype(case.q.dtype)
+    given = dout, case.q, case.k, case.v
+    answers = reference.backward(workload, *given, case.out.astype(case.q.dtype), case.lse.astype(np.float32), case.scale, case.arguments,
+                                 case.lengths)
+    return Gradients(dout, *answers, reference.backward_tolerances(workload, *given, answers, case.scale, case.arguments, case.lengths))
 
 
 def write_cases(path, workload, cases):
@@ -85,10 +113,12 @@ def write_cases(path, workload, cases):
     index = {"schema": SCHEMA, "workload": workload.name, "dtype": workload.dtype, "cases": [
         {**{field: getattr(case, field) for field in fields},
          "arguments": [name if isinstance(value, np.ndarray) else value for name, value in zip(names, case.arguments)],
-         "lengths": [numbers if isinstance(numbers, int) else numbers.tolist() for numbers in case.lengths]} for case in cases]}
+         "lengths": [numbers if isinstance(numbers, int) else numbers.tolist() for numbers in case.lengths],
+         **({"gradient_tolerances": case.gradients.tolerances} if case.gradients else {})} for case in cases]}
     arrays = {"index": np.array(json.dumps(index))}
     for case in cases:
         tensors = {name: getattr(case, name) for name in ("q", "k", "v", "out", "lse")}
+        tensors |= {name: getattr(case.gradients, name) for name in ("dout", "dq", "dk", "dv") if case.gradients}
         if workload.lengths == "packed":
             tensors = {name: array[0] for name, array in tensors.items()}
         tensors |= {name: value for name, value in zip(names, case.arguments) if isinstance(value, np.ndarray)}

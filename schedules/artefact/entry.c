@@ -1,253 +1,8 @@
-/* The way into an artefact. It checks every argument before anything is launched or written, chooses the first variant that can serve the
- * call on the device, and only then calls that kernel's host function, which TVM generated. Compiled into each artefact beside a generated
- * header, artefact_config.h, with these constants:
- *
- *   FLASHTIR_VARIANTS(X)       the kernels that the artefact holds, best first; X takes for each
- *                                name           for messages, such as "mma for sm_80"
- *                                kernel         symbol of the generated host function for scales of zero and above
- *                                negative       its twin for scales below zero
- *                                max_elements   most elements that a tensor may reach over; beyond: the number after it, as text
- *                                alignment      bytes that data must start on a multiple of, and on a GPU every row
- *                                queries, tiles, rows   it is for calls with at least so many queries, and tiles of so many query rows
- *                                strided        1 where it takes views with strides, 0 where contiguous tensors only
- *                                packed         1 where it is for grouped heads that share tiles, of fewer queries than `rows`
- *                                whole_rows     1 where sequences inside tensors are found by the number of a row
- *                                codes          {major, minor, exact} for each architecture of its device code, then {0}
- *   FLASHTIR_ARCHS             the architectures of all variants, for messages
- *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
- *   FLASHTIR_DTYPE_CODE, _BITS element type of q, k, v, out   FLASHTIR_DEVICE_TYPE  DLDeviceType of all tensors
- *   FLASHTIR_EXTRAS            the arguments behind scale, those of mask, score modification and sink: for each an Extra with a comma behind it
- *   FLASHTIR_LENGTHS, _TABLES  who says how many rows batch entries have, by te_defs.lengths: 0 the tensors, 1 key_lengths, 2 cu_seqlens;
- *                              and the names of these tensors, each as a text with a comma behind it
- *   FLASHTIR_CALL              names of all arguments, for messages
- *   FLASHTIR_MANIFEST          JSON text
- *
- * C and not C++: the artefact then needs no C++ runtime, and of TVM only a few functions of its stable C ABI.
- */
-#include <math.h>
-#include <stdarg.h>
-#include <stdatomic.h>
-#include <stdbool.h>
-#include <stdio.h>
-#include <string.h>
-#include <tvm/ffi/c_api.h>
-#include <tvm/ffi/extra/c_env_api.h>
-
-#include "artefact_config.h"
-#include "tensors.h"
-#include "extras.h"
-enum { TABLES = FLASHTIR_LENGTHS == PACKED ? 2 : FLASHTIR_LENGTHS == KEYS ? 1 : 0 };
-#include "lengths.h"
-
-/* Device code of one architecture: exact, as of sm_90a or of a plan that others have no room for, runs on its own compute capability only;
- * other code also on later minors. */
-typedef struct {
-  int major, minor, exact;
-} Code;
-
-typedef int HostFunction(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result);
-typedef struct {
-  const char *name;
-  HostFunction *kernel, *negative;
-  int64_t max_elements;
-  const char *beyond;
-  int alignment;
-  int64_t queries, tiles, rows;
-  int strided, packed, whole_rows;
-  const Code *codes;
-} Variant;
-
-/* Hidden, so that the linker binds this call inside the artefact: two artefacts in one process cannot call each other's kernel, and nobody
- * reaches the kernel past the checks. */
-#define DECLARE(name, kernel, negative, ...) \
-  extern HostFunction kernel __attribute__((visibility("hidden"))), negative __attribute__((visibility("hidden")));
-FLASHTIR_VARIANTS(DECLARE)
-#define LIST(name, kernel, negative, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, ...) \
-  {name, kernel, negative, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, (const Code[]){__VA_ARGS__}},
-static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
-enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
-
-enum { SCALE = TENSORS, FIRST_EXTRA, TABLE = FIRST_EXTRA + EXTRAS };
-enum { ARGUMENTS = TABLE + TABLES + (FLASHTIR_LENGTHS == PACKED) };
-
-static int check_groups(int64_t heads, int64_t key_heads) {
-  if (heads && (key_heads == 0 || heads % key_heads))
-    return fail("ValueError", "q has %lld heads and k has %lld, wanted a multiple of the key heads in q", (long long)heads,
-                (long long)key_heads);
-  return 0;
-}
-
-static int check_scale(const TVMFFIAny *arg, int *negative) {
-  if (arg->type_index != kTVMFFIFloat && arg->type_index != kTVMFFIInt)
-    return fail("TypeError", "scale is %s, wanted a number", type_name(arg));
-  double scale = arg->type_index == kTVMFFIInt ? (double)arg->v_int64 : arg->v_float64;
-  /* The kernel multiplies by log2(e), in float32. */
-  if (!isfinite((float)(scale * 1.4426950408889634)))
-    return fail("ValueError", "scale is %g, wanted a number whose product with log2(e) is finite in float32", scale);
-  *negative = scale < 0;
-  return 0;
-}
-
-/* Copy a text that TVM's runtime returned, and let go of it: short texts come in the value or as an object, as their maker liked. */
-static void take_text(TVMFFIAny *value, char *text, size_t room) {
-  TVMFFIByteArray bytes = {value->v_bytes, value->small_str_len};
-  bool object = value->type_index == kTVMFFIStr;
-  if (object) bytes = *(const TVMFFIByteArray *)((const char *)value->v_obj + sizeof(TVMFFIObject));
-  if (object || value->type_index == kTVMFFISmallStr) snprintf(text, room, "%.*s", (int)bytes.size, bytes.data);
-  if (object) TVMFFIObjectDecRef(value->v_obj);
-}
-
-/* Compute capability of a CUDA device as 100 * major + minor, asked of TVM's runtime once for each device; -1 where an error is set. */
-static int capability_of(DLDevice device) {
-  enum { COMPUTE_VERSION = 4, DEVICES = 64 };
-  static _Atomic int known[DEVICES];
-  bool kept = device.device_id >= 0 && device.device_id < DEVICES;
-  if (kept && known[device.device_id]) return known[device.device_id];
-
-  TVMFFIAny args[] = {{.type_index = kTVMFFIInt, .v_int64 = device.device_type}, {.type_index = kTVMFFIInt, .v_int64 = device.device_id},
-                      {.type_index = kTVMFFIInt, .v_int64 = COMPUTE_VERSION}};
-  TVMFFIAny answer = {.type_index = kTVMFFINone};
-  if (call_runtime("runtime.GetDeviceAttr", args, 3, &answer)) return -1;
-
-  char text[32] = "";
-  int major = 0, minor = 0;
-  take_text(&answer, text, sizeof text);
-  if (sscanf(text, "%d.%d", &major, &minor) != 2)
-    return fail("RuntimeError", "the compute capability of %s was wanted, found none: update TVM", device_name(device, text));
-  if (kept) known[device.device_id] = 100 * major + minor;
-  return 100 * major + minor;
-}
-
-static bool runs_on(const Variant *variant, int capability) {
-  int major = capability / 100, minor = capability % 100;
-  for (const Code *code = variant->codes; code->major; ++code)
-    if (code->major == major && (code->exact ? code->minor == minor : code->minor <= minor)) return true;
-  return FLASHTIR_DEVICE_TYPE == kDLCPU;
-}
-
-/* Whether a call of some batch entries, with so many queries at most, has those that a variant is for: enough rows for its tiles, and tiles
- * for all multiprocessors. The sizes of an empty tensor can have any product. */
-static bool is_for(const Variant *variant, int64_t batch, int64_t queries, int64_t heads, int64_t key_heads) {
-  if (variant->packed && (heads <= key_heads || queries >= variant->rows)) return false;
-  double tiles = ceil((double)queries / (double)variant->rows);
-  return queries >= variant->queries && tiles * (double)batch * (double)heads >= (double)variant->tiles;
-}
-
-/* Why a variant cannot serve a call, where the device is not the reason. */
-enum { SERVES, TOO_LARGE, TOO_LONG, TOO_FAR, MISALIGNED, STRIDED, REASONS };
-static const char *const kRemedies[REASONS] = {"", SPLIT, "split it over several calls", "pass a copy", "pass a copy",
-                                               "pass a contiguous tensor"};
-typedef struct {
-  const Variant *variant;
-  int reason;
-  char text[160];
-} Refusal;
-
-static Refusal __attribute__((format(printf, 3, 4), cold)) refusal(const Variant *variant, int reason, const char *format, ...) {
-  Refusal why = {variant, reason, ""};
-  va_list values;
-  va_start(values, format);
-  vsnprintf(why.text, sizeof why.text, format, values);
-  va_end(values);
-  return why;
-}
-
-/* Where a kernel finds sequences inside a tensor by the number of a row, batch entries with lengths must be whole rows apart, and the rows
- * must be few enough for the TMA's coordinates. */
-static Refusal consider_rows(const Variant *variant, const char *name, const DLTensor *plain, const View *view) {
-  enum { MOST = 0x7FFF0000 };
-  int64_t batch = plain->shape[0], rows = plain->shape[1], stride = view->strides[0], row = view->strides[1];
-  if (batch > 1 && row == 0)
-    return refusal(variant, MISALIGNED, "%s has stride 0 in dimension 1, wanted rows with places of their own", name);
-  if (batch > 1 && stride % row)
-    return refusal(variant, MISALIGNED, "%s has stride %lld in dimension 0, wanted a multiple of %lld, that of dimension 1", name,
-                   (long long)stride, (long long)row);
-  if (batch > 1 && stride / row > (MOST - rows) / batch)
-    return refusal(variant, TOO_FAR, "%s has stride %lld in dimension 0, wanted all entries within 2^31 times that of dimension 1", name,
-                   (long long)stride);
-  return (Refusal){variant, SERVES, ""};
-}
-
-/* Kernels add rows to rows and to counts of keys, in 32 bits. */
-enum { MOST_ROWS = 1000000000 };
-
-static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], const View views[TENSORS]) {
-  /* Vector instructions of a CPU take any address; those of a GPU that the kernels use do not. */
-  int64_t step = FLASHTIR_DEVICE_TYPE == kDLCPU ? 1 : variant->alignment / (FLASHTIR_DTYPE_BITS / 8);
-  for (int i = 0; i < TENSORS; ++i) {
-    const char *name = kWanted[i].name;
-    const View *view = &views[i];
-    int past = (int)((uintptr_t)plain[i].data % variant->alignment);
-    if (view->span == 0) continue;
-    if (view->odd >= 0 && !variant->strided)
-      return refusal(variant, STRIDED, "%s has stride %lld in dimension %d, wanted %lld", name, (long long)view->strides[view->odd],
-                     view->odd - 1 + BATCH_AXES, (long long)view->compact);
-    if (view->span > variant->max_elements)
-      return refusal(variant, TOO_LARGE, "%s %s %s elements or more, wanted fewer", name, view->odd >= 0 ? "spans" : "has",
-                     variant->beyond);
-    if (i <= OUT && plain[i].shape[1] > MOST_ROWS)
-      return refusal(variant, TOO_LONG, "%s.shape[%d] is %lld, wanted at most 10^9", name, BATCH_AXES, (long long)plain[i].shape[1]);
-    if (past)
-      return refusal(variant, MISALIGNED, "%s starts %d bytes past a multiple of %d, wanted data aligned to %d bytes", name, past,
-                     variant->alignment, variant->alignment);
-    if (variant->whole_rows && (FLASHTIR_LENGTHS == PACKED ? i <= V : FLASHTIR_LENGTHS == KEYS && (i == K || i == V))) {
-      Refusal why = consider_rows(variant, name, &plain[i], view);
-      if (why.reason != SERVES) return why;
-    }
-    /* The generated host functions count each axis in 32 bits, and the strides of all but the batch. */
-    for (int axis = 0; axis < plain[i].ndim; ++axis) {
-      if (plain[i].shape[axis] > INT32_MAX)
-        return refusal(variant, TOO_LONG, "%s.shape[%d] is %lld, wanted less than 2^31", name, axis - 1 + BATCH_AXES,
-                       (long long)plain[i].shape[axis]);
-      if (variant->strided && axis > 0 && view->strides[axis] > INT32_MAX)
-        return refusal(variant, TOO_FAR, "%s has stride %lld in dimension %d, wanted less than 2^31", name,
-                       (long long)view->strides[axis], axis - 1 + BATCH_AXES);
-      if (view->odd >= 0 && axis < plain[i].ndim - 1 && view->strides[axis] % step)
-        return refusal(variant, MISALIGNED, "%s has stride %lld in dimension %d, wanted a multiple of %lld, which is %d bytes", name,
-                       (long long)view->strides[axis], axis - 1 + BATCH_AXES, (long long)step, variant->alignment);
-    }
-  }
-  return (Refusal){variant, SERVES, ""};
-}
-
-/* The first variant that runs on the device and can serve these tensors; NULL where an error is set. `passed_over` receives why a better
- * one could not, if one runs on the device. `only`, where given, is the one to take, whatever calls it is for. Batch entries are so many,
- * with at most so many queries. */
-static const Variant *choose(const DLTensor plain[TENSORS], const View views[TENSORS], int64_t batch, int64_t queries, const Variant *only,
-                             Refusal *passed_over) {
-  char device[32];
-  int capability = FLASHTIR_DEVICE_TYPE == kDLCPU ? 0 : capability_of(plain[Q].device);
-  Refusal strided = {NULL, SERVES, ""};
-  passed_over->reason = SERVES;
-  if (capability < 0) return NULL;
-  for (const Variant *variant = kVariants; variant < kVariants + VARIANTS; ++variant) {
-    int64_t heads = plain[Q].shape[2], key_heads = plain[K].shape[2];
-    if (!runs_on(variant, capability) || (only ? variant != only : !is_for(variant, batch, queries, heads, key_heads))) continue;
-    Refusal why = consider(variant, plain, views);
-    if (why.reason == SERVES) return variant;
-    /* A kernel for contiguous tensors has a twin for views behind it: no more is to be said of it where there is another reason. */
-    Refusal *kept = why.reason == STRIDED ? &strided : passed_over;
-    if (kept->reason == SERVES) *kept = why;
-  }
-  const Refusal *told = passed_over->reason != SERVES ? passed_over : &strided;
-  if (told->reason != SERVES)
-    fail("ValueError", "%s: %s", told->text, kRemedies[told->reason]);
-  else
-    fail("ValueError", "q is on %s of compute capability %d.%d, wanted a device that runs code for %s: export for its architecture too",
-         device_name(plain[Q].device, device), capability / 100, capability % 100, FLASHTIR_ARCHS);
-  return NULL;
-}
-
-/* Say on stderr that a better variant was passed over, once for each reason. */
-static void say_once(const Refusal *why, const Variant *used) {
-  static atomic_bool said[VARIANTS][REASONS];
-  if (why->reason != SERVES && !atomic_exchange(&said[why->variant - kVariants][why->reason], true))
-    fprintf(stderr, "flash_attention_forward: %s cannot take this call (%s): using %s\n", why->variant->name, why->text, used->name);
-}
+/* The way into an artefact: flash_attention_forward and its manifest. Compiled into each artefact with what call.h says. */
+#include "call.h"
 
 /* Number of further arguments of a kernel whose tiles the heads of a group share, and these: heads and queries of a tile, and tiles that a
  * query takes in a group. */
-enum { HEAD_SIZES = 3 };
 static int pack(const Variant *variant, const DLTensor plain[TENSORS], TVMFFIAny further[HEAD_SIZES]) {
   if (!variant->packed) return 0;
   int64_t key_heads = plain[K].shape[2], group = key_heads ? plain[Q].shape[2] / key_heads : 1;
@@ -258,40 +13,16 @@ static int pack(const Variant *variant, const DLTensor plain[TENSORS], TVMFFIAny
 }
 
 static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result, const Variant *only) {
-  const DLTensor *tensors[TENSORS];
-  View views[TENSORS + EXTRAS];
-  DLTensor plain[TENSORS + EXTRAS], tables[TABLES + 1];
-  int64_t shapes[TENSORS][MAX_RANK];
-  TVMFFIAny checked[ARGUMENTS + HEAD_SIZES];
-  Refusal passed_over;
-  int negative = 0;
-
-  if (count != ARGUMENTS) return fail("TypeError", "found %d arguments, wanted %d: " FLASHTIR_CALL, (int)count, (int)ARGUMENTS);
-  for (int i = 0; i < TENSORS; ++i) {
-    tensors[i] = as_tensor(&args[i]);
-    if (tensors[i] == NULL) return fail("TypeError", "%s is %s, wanted a tensor", kWanted[i].name, type_name(&args[i]));
-    if (check_type(&kWanted[i], tensors[i], tensors[Q]->device)) return -1;
-    if (check_shape(&kWanted[i], tensors[i], tensors) || check_strides(&kWanted[i], tensors[i], &views[i])) return -1;
-    if (i == OUT && check_places(&kWanted[i], tensors[i], &views[i])) return -1;
-    checked[i] = (TVMFFIAny){.type_index = kTVMFFIDLTensorPtr, .v_ptr = &plain[i]};
-  }
-  int64_t batch = tensors[Q]->shape[0], queries = tensors[Q]->shape[1];
-  if (TABLES && check_lengths(&args[TABLE], &checked[TABLE], tables, tensors[Q], tensors[K], &batch, &queries)) return -1;
-  for (int i = 0; i < TENSORS; ++i) plain[i] = plain_of(tensors[i], shapes[i], &views[i]);
-  checked[SCALE] = args[SCALE];
-  const Variant *variant = choose(plain, views, batch, queries, only, &passed_over);
-  if (variant == NULL || check_groups(plain[Q].shape[2], plain[K].shape[2]) || check_scale(&args[SCALE], &negative)) return -1;
-  for (int i = 0; i < EXTRAS; ++i) {
-    int place = FIRST_EXTRA + i;
-    if (check_extra(&kExtras[i], &args[place], plain, &checked[place], &plain[TENSORS + i], &views[TENSORS + i])) return -1;
-  }
-  if (check_memory(plain, views) || check_tables(tables, plain, views)) return -1;
-  if (views[LSE].span == 0 || batch == 0 || queries == 0) return 0;
-  if (views[K].span == 0) plain[K].data = plain[V].data = plain[Q].data;
-  for (int i = Q; i <= OUT && variant->strided; ++i) plain[i].strides = views[i].strides;
-  say_once(&passed_over, variant);
-  int further = pack(variant, plain, checked + ARGUMENTS);
-  return (negative ? variant->negative : variant->kernel)(self, checked, ARGUMENTS + further, result);
+  Call call = {0};
+  if (check_call(&call, args, count, only)) return -1;
+  DLTensor *plain = call.plain;
+  if (call.views[LSE].span == 0 || call.batch == 0 || call.longest[0] == 0) return 0;
+  if (call.views[K].span == 0) plain[K].data = plain[V].data = plain[Q].data;
+  for (int i = Q; i <= OUT && call.variant->strided; ++i) plain[i].strides = call.views[i].strides;
+  say_once(&call.passed_over, call.variant);
+  int further = pack(call.variant, plain, call.checked + ARGUMENTS);
+  HostFunction *kernel = call.variant->functions[call.negative ? NEGATIVE_SCALE_KERNEL : KERNEL];
+  return kernel(self, call.checked, ARGUMENTS + further, result);
 }
 
 /* flash_attention_forward(q, k, v, out, lse, scale, the extras) -> None */
@@ -302,9 +33,8 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward(void *self, const TVMFF
 /* flash_attention_forward_variant(number, then as above) -> None: by the variant of this number in the manifest, from 0 on, so that each can
  * be checked on calls which the choice would give to another. */
 TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward_variant(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
-  if (count < 1 || args[0].type_index != kTVMFFIInt || args[0].v_int64 < 0 || args[0].v_int64 >= VARIANTS)
-    return fail("ValueError", "the first argument is no variant of this artefact, wanted an int from 0 to %d", VARIANTS - 1);
-  return forward(self, args + 1, count - 1, result, &kVariants[args[0].v_int64]);
+  const Variant *variant = variant_of_number(args, count);
+  return variant == NULL ? -1 : forward(self, args + 1, count - 1, result, variant);
 }
 
 /* flash_attention_manifest() -> JSON text */

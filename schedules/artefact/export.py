@@ -10,12 +10,14 @@ import tvm_ffi
 
 from schedules.arch import cuda_arch
 from schedules.artefact.cases import write_cases
-from schedules.artefact.manifest import call_arguments, to_json
+from schedules.artefact.manifest import backward_arguments, call_arguments, to_json
+from schedules.backward import function_names
 from schedules.build import kernel_names, signs
 from schedules.lowering.toolkit import run_c_compiler
 from te_defs.lengths import LENGTHS
 
-ENTRY = Path(__file__).with_name("entry.c")
+#: The ways into an artefact.
+FORWARD, BACKWARD = (Path(__file__).with_name(name) for name in ("entry.c", "backward.c"))
 
 _DTYPE_CODES = {"int": 0, "float": 2, "bfloat": 4}
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
@@ -25,7 +27,7 @@ class ExportError(RuntimeError):
     """An artefact that would not work where it is meant to run."""
 
 
-def export_artefact(variants, workload, path, manifest, cases):
+def export_artefact(variants, workload, path, manifest, cases, gradients=()):
     """Write the artefact of some Variants to `path` (a .so) and its cases beside it; return both paths.
 
     Both files are complete before either gets its name, and the .so is named last: a failure leaves what was there before.
@@ -34,19 +36,22 @@ def export_artefact(variants, workload, path, manifest, cases):
     workload  te_defs.workload.Workload it was built for: the entry checks calls against it
     manifest  plain data for JSON, as `manifest.describe` makes it
     cases     CheckCases of `cases.check_cases`
+    gradients Variants of the backward pass, best first; none: the artefact has none
     Raises ExportError where a module holds source instead of device code or lacks a function, or where the variants are for different
     kinds of devices, ToolkitError where the C compiler fails.
     """
     path = Path(path)
     if path.is_dir():
         raise ExportError(f"an artefact is a file, found the folder {path}: name a file in it")
-    check_variants(variants, workload)
+    check_variants(variants, workload, gradients)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as scratch:
         scratch = Path(scratch)
-        entry = compile_entry(workload, variants, manifest, scratch)
+        entries = [compile_entry(workload, variants, manifest, scratch)]
+        if gradients:
+            entries.append(compile_entry(workload, gradients, manifest, scratch, backward=True))
         library, checks = scratch / "artefact.so", scratch / "check.npz"
-        _joined(variants).export_library(str(library), addons=[str(entry)], fcompile=_link, workspace_dir=str(scratch))
+        _joined((*variants, *gradients)).export_library(str(library), addons=list(map(str, entries)), fcompile=_link, workspace_dir=str(scratch))
         if read_manifest(library) != json.loads(to_json(manifest)):
             raise ExportError(f"{path.name} does not give back the manifest that went into it: build it again")
         write_cases(checks, workload, cases)
@@ -56,13 +61,25 @@ def export_artefact(variants, workload, path, manifest, cases):
     return path, checks_path
 
 
-def check_variants(variants, workload):
+def functions_of(workload, place, backward):
+    """Symbols of the functions that an artefact calls of a variant in this place; a kernel without a twin for scales below zero takes these,
+    too."""
+    if backward:
+        return function_names(place)
+    kernel, negative = kernel_names(place)
+    return kernel, negative if True in signs(workload) else kernel
+
+
+def check_variants(variants, workload, gradients=()):
     """ExportError where a variant cannot be shipped, or not together with the others."""
-    for place, variant in enumerate(variants, 1):
-        for name, _ in zip(kernel_names(place), signs(workload)):
-            if not variant.module.implements_function(name):
-                raise ExportError(f"a module with a function {name} is needed, found none: build it with schedules.build.build_plan")
-        for part in variant.module.imports:
+    all_places = [*((place, variant, False) for place, variant in enumerate(variants, 1)),
+                  *((place, variant, True) for place, variant in enumerate(gradients, 1))]
+    for place, variant, backward in all_places:
+        for name in functions_of(workload, place, backward):
+            if not variant.module.implements_function(name, query_imports=True):
+                raise ExportError(f"a module with a function {name} is needed, found none: build it with "
+                                  f"{'schedules.backward.build' if backward else 'schedules.build.build_plan'}")
+        for part in _imports_of(variant.module):
             # Without its CUDA runtime TVM puts a placeholder here that carries CUDA C++ and runs nowhere.
             if not part.is_runnable():
                 raise ExportError(f"the module carries {part.kind} source and no device code: call toolkit.preload before it is built")
@@ -71,6 +88,11 @@ def check_variants(variants, workload):
         if variant.arch.kind != variants[0].arch.kind:
             raise ExportError(f"the variants of an artefact are for one kind of device, found {variants[0].arch.kind} and "
                               f"{variant.arch.kind}: make an artefact for each")
+
+
+def _imports_of(module):
+    """What a module imports, and all that these do."""
+    return [found for part in module.imports for found in (part, *_imports_of(part))]
 
 
 def _joined(variants):
@@ -88,19 +110,25 @@ def _link(library, objects, **_):
 _link.object_format = "o"
 
 
-def compile_entry(workload, variants, manifest, folder):
-    """Path of the object file with the checked entry for this workload and these variants, compiled in `folder`."""
-    (folder / "artefact_config.h").write_text(_config(workload, variants, manifest))
-    objects = folder / "entry.o"
+def compile_entry(workload, variants, manifest, folder, backward=False):
+    """Path of the object file with the checked entry for this workload and these variants, compiled in `folder`; with `backward`, that for
+    gradients."""
+    source = BACKWARD if backward else FORWARD
+    (folder / "artefact_config.h").write_text(_config(workload, variants, manifest, backward))
+    objects = folder / f"{source.stem}.o"
     includes = [f"-I{include}" for include in (folder, tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
-    run_c_compiler(["-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", *includes, "-c", str(ENTRY), "-o", str(objects)])
+    run_c_compiler(["-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", *includes, "-c", str(source), "-o", str(objects)])
     return objects
 
 
-def _config(workload, variants, manifest):
-    """The header artefact_config.h; entry.c says what each constant is."""
+def _config(workload, variants, manifest, backward):
+    """The header artefact_config.h; call.h says what each constant is."""
+    symbols = [[f"__tvm_ffi_{name}" for name in functions_of(workload, place, backward)] for place, _ in enumerate(variants, 1)]
+    lengths = LENGTHS[workload.lengths]
     constants = {
-        "VARIANTS(X)": " ".join(f"X({_entry_of(variant, place, workload)})" for place, variant in enumerate(variants, 1)),
+        "BACKWARD": int(backward),
+        "FUNCTIONS(X)": " ".join(f"X({name})" for names in symbols for name in dict.fromkeys(names)),
+        "VARIANTS(X)": " ".join(f"X({_entry_of(variant, names)})" for variant, names in zip(variants, symbols)),
         "ARCHS": json.dumps(", ".join(dict.fromkeys(arch for variant in variants for arch in variant.archs))),
         "HEAD_DIM": workload.head_dim,
         "VALUE_DIM": workload.value_dim,
@@ -109,8 +137,9 @@ def _config(workload, variants, manifest):
         "DEVICE_TYPE": _DEVICE_TYPES[variants[0].arch.kind],
         "EXTRAS": "".join(f"{_extra_of(argument, workload)}, " for argument in workload.arguments),
         "LENGTHS": list(LENGTHS).index(workload.lengths),
-        "TABLES": "".join(f"{json.dumps(name)}, " for name in LENGTHS[workload.lengths].tensors),
-        "CALL": json.dumps(", ".join(call_arguments(workload))),
+        "TABLES": "".join(f"{json.dumps(name)}, " for name in lengths.tensors),
+        "INTEGERS": "".join(f"{json.dumps(name)}, " for name in (lengths.backward_integers if backward else lengths.integers)),
+        "CALL": json.dumps(", ".join((backward_arguments if backward else call_arguments)(workload))),
         # ASCII JSON has no escapes but \\ and \", which C reads alike.
         "MANIFEST": json.dumps(to_json(manifest)),
     }
@@ -128,14 +157,12 @@ def _extra_of(argument, workload):
     return f'{{"{argument.name}", {argument.kind.name.upper()}, {{{code}, {bits}, 1}}, "{argument.kind.axes}"}}'
 
 
-def _entry_of(variant, place, workload):
-    """What FLASHTIR_VARIANTS says of one variant; a kernel without a twin for scales below zero takes these, too."""
-    kernel, negative = kernel_names(place)
-    symbols = [f"__tvm_ffi_{name}" for name in (kernel, negative if True in signs(workload) else kernel)]
+def _entry_of(variant, symbols):
+    """What FLASHTIR_VARIANTS says of one variant."""
     beyond = variant.max_elements + 1
     beyond = f"2^{beyond.bit_length() - 1}" if beyond.bit_count() == 1 else str(beyond)
     codes = ["{%d, %d, %d}" % (*arch.capability, arch.exact or not variant.portable) for arch in map(cuda_arch, variant.archs)]
-    return ", ".join([f'"{variant.name}"', *symbols, str(variant.max_elements), f'"{beyond}"', str(variant.alignment),
+    return ", ".join([f'"{variant.name}"', f"({', '.join(symbols)})", str(variant.max_elements), f'"{beyond}"', str(variant.alignment),
                       *(str(int(field)) for field in astuple(variant.serves)), str(int(variant.whole_rows)), *codes, "{0}"])
 
 

@@ -1,9 +1,12 @@
 /* Lengths of batch entries that arrive with a call: int32 tensors on the device, read here so that nothing wrong in them reaches a kernel.
- * A part of entry.c, which says what the constants of artefact_config.h are. */
+ * A part of call.h, which says what the constants of artefact_config.h are. */
 #include <stdlib.h>
 
 /* Names of the tensors, and what they say: nothing; keys of each batch entry; where sequences begin in q and in k, and their end. */
 static const char *const kTables[] = {FLASHTIR_TABLES NULL};
+/* Names of the integers behind them: the most queries of a packed sequence, and the most keys where a kernel goes by them. */
+static const char *const kIntegers[] = {FLASHTIR_INTEGERS NULL};
+enum { INTEGERS = sizeof kIntegers / sizeof *kIntegers - 1 };
 
 /* Call a function of TVM's runtime by its name. */
 static int call_runtime(const char *name, TVMFFIAny *args, int count, TVMFFIAny *answer) {
@@ -78,11 +81,10 @@ static int check_table(const char *name, const DLTensor *table, DLDevice first, 
   return 0;
 }
 
-/* The arguments of the lengths: tables, which get no offset in `plain`, and the most queries of a packed sequence. `sequences` and
- * `longest` receive the number of batch entries, and the queries of the longest. */
+/* The arguments of the lengths: tables, which get no offset in `plain`, and integers. `sequences` and `longest` receive the number of packed
+ * sequences, and the queries and keys of the longest. */
 static int check_lengths(const TVMFFIAny *args, TVMFFIAny *checked, DLTensor *plain, const DLTensor *q, const DLTensor *k,
-                         int64_t *sequences, int64_t *longest) {
-  int64_t most_keys;
+                         int64_t *sequences, int64_t longest[2]) {
   int failed = 0;
   for (int i = 0; i < TABLES && !failed; ++i) {
     const DLTensor *table = as_tensor(&args[i]);
@@ -102,25 +104,27 @@ static int check_lengths(const TVMFFIAny *args, TVMFFIAny *checked, DLTensor *pl
   if (!failed && FLASHTIR_LENGTHS == KEYS) failed = check_key_lengths(numbers, q->shape[0], k->shape[1]);
   if (!failed && FLASHTIR_LENGTHS == PACKED) {
     *sequences = plain[0].shape[0] - 1;
-    failed = check_begins(kTables[0], numbers, *sequences, q->shape[0], "q", longest) ||
-             check_begins(kTables[1], numbers + *sequences + 1, *sequences, k->shape[0], "k", &most_keys);
+    failed = check_begins(kTables[0], numbers, *sequences, q->shape[0], "q", &longest[0]) ||
+             check_begins(kTables[1], numbers + *sequences + 1, *sequences, k->shape[0], "k", &longest[1]);
   }
   free(numbers);
-  if (failed || FLASHTIR_LENGTHS != PACKED) return failed ? -1 : 0;
-  const TVMFFIAny *most = &args[TABLES];
-  if (most->type_index != kTVMFFIInt) return fail("TypeError", "max_q is %s, wanted an int", type_name(most));
-  if (most->v_int64 < *longest)
-    return fail("ValueError", "max_q is %lld, wanted %lld or more, the queries of the longest sequence", (long long)most->v_int64,
-                (long long)*longest);
-  /* The grid has no use for more tiles than the longest sequence has. */
-  checked[TABLES] = (TVMFFIAny){.type_index = kTVMFFIInt, .v_int64 = *longest};
+  if (failed) return -1;
+  for (int i = 0; i < INTEGERS; ++i) {
+    const TVMFFIAny *most = &args[TABLES + i];
+    if (most->type_index != kTVMFFIInt) return fail("TypeError", "%s is %s, wanted an int", kIntegers[i], type_name(most));
+    if (most->v_int64 < longest[i])
+      return fail("ValueError", "%s is %lld, wanted %lld or more, the %s of the longest sequence", kIntegers[i], (long long)most->v_int64,
+                  (long long)longest[i], i ? "keys" : "queries");
+    /* The grid has no use for more tiles than the longest sequence has. */
+    checked[TABLES + i] = (TVMFFIAny){.type_index = kTVMFFIInt, .v_int64 = longest[i]};
+  }
   return 0;
 }
 
 /* Outputs share no memory with the tables, which kernels read while they write. */
 static int check_tables(const DLTensor *tables, const DLTensor *plain, const View *views) {
   for (int i = 0; i < TABLES; ++i)
-    for (int output = OUT; output <= LSE; ++output)
+    for (int output = FIRST_OUTPUT; output < TENSORS; ++output)
       if (check_apart(output, plain, views, &tables[i], tables[i].shape[0], kTables[i])) return -1;
   return 0;
 }

@@ -23,12 +23,20 @@ def call_arguments(workload):
     return "q", "k", "v", "out", "lse", "scale", *(argument.name for argument in workload.arguments), *lengths.tensors, *lengths.integers
 
 
-def describe(workload, variants, toolkit=None):
+def backward_arguments(workload):
+    """The same of the call for gradients."""
+    lengths = LENGTHS[workload.lengths]
+    return ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale", *(argument.name for argument in workload.arguments),
+            *lengths.tensors, *lengths.backward_integers)
+
+
+def describe(workload, variants, toolkit=None, gradients=()):
     """The manifest of an artefact, as plain data. Every value comes from the caller, so that equal builds say equal things.
 
-    workload  te_defs.workload.Workload
-    variants  Variants that the artefact chooses among, best first
-    toolkit   Toolkit that compiled them; None for CPU kernels
+    workload   te_defs.workload.Workload
+    variants   Variants that the artefact chooses among, best first
+    toolkit    Toolkit that compiled them; None for CPU kernels
+    gradients  Variants of the backward pass, likewise; none: the artefact has none
     """
     return {
         "schema": SCHEMA,
@@ -38,7 +46,17 @@ def describe(workload, variants, toolkit=None):
         "layout": LAYOUT["packed" if workload.lengths == "packed" else "batch"],
         "workspace_bytes": 0,
         "variants": [_describe_variant(variant) for variant in variants],
+        "backward": _describe_backward(workload, gradients) if gradients else None,
         "versions": {"tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__, "nvcc": toolkit and ".".join(map(str, toolkit.version))},
+    }
+
+
+def _describe_backward(workload, gradients):
+    """What an artefact says of its gradients; what it allocates for a call is given by the sizes of q."""
+    return {
+        "signature": f"flash_attention_backward({', '.join(backward_arguments(workload))})",
+        "workspace_bytes": "4 * queries * heads" + " * batch" * (workload.lengths != "packed"),
+        "variants": [_describe_variant(variant) for variant in gradients],
     }
 
 

@@ -1,8 +1,14 @@
-/* The tensors of a call: what they must be, and the checks that look at nothing else. A part of entry.c, which says what the constants of
+/* The tensors of a call: what they must be, and the checks that look at nothing else. A part of call.h, which says what the constants of
  * artefact_config.h are. Every check returns 0, or -1 where it has set an error. */
 #define SPLIT "split the batch or the heads over several calls"
 
-enum { Q, K, V, OUT, LSE, TENSORS };
+#if FLASHTIR_BACKWARD
+#define FUNCTION_NAME "flash_attention_backward"
+enum { DOUT, Q, K, V, OUT, LSE, DQ, DK, DV, TENSORS, FIRST_OUTPUT = DQ };
+#else
+#define FUNCTION_NAME "flash_attention_forward"
+enum { Q, K, V, OUT, LSE, TENSORS, FIRST_OUTPUT = OUT };
+#endif
 enum { MAX_RANK = 4 };
 /* FLASHTIR_LENGTHS: who says how many rows batch entries have. Packed tensors have no batch axis; kernels get one of size one. */
 enum { UNIFORM, KEYS, PACKED };
@@ -19,7 +25,7 @@ typedef struct {
 static const Extra kExtras[] = {FLASHTIR_EXTRAS{NULL}};
 enum { EXTRAS = sizeof kExtras / sizeof *kExtras - 1 };
 
-/* What one dimension must be: a constant, the size of an earlier tensor's axis, or free (both zero). */
+/* What one dimension must be: a constant, or the size of some tensor's axis; free where both are zero. */
 typedef struct {
   int64_t constant;
   const char *same_as;
@@ -38,32 +44,41 @@ typedef struct {
 } Wanted;
 #define ELEMENT {FLASHTIR_DTYPE_CODE, FLASHTIR_DTYPE_BITS, 1}
 
+/* Axes and sizes of tensors with rows of queries, and of keys. */
 #if FLASHTIR_LENGTHS == 2
-static const Wanted kWanted[TENSORS] = {
-    {"q", "[queries, heads, head_dim]", ELEMENT, 3, {FREE, FREE, CONSTANT(FLASHTIR_HEAD_DIM)}},
-    {"k", "[keys, key_heads, head_dim]", ELEMENT, 3, {FREE, FREE, CONSTANT(FLASHTIR_HEAD_DIM)}},
-    {"v", "[keys, key_heads, value_dim]", ELEMENT, 3,
-     {SAME_AS(K, 0, "k.shape[0]"), SAME_AS(K, 1, "k.shape[1]"), CONSTANT(FLASHTIR_VALUE_DIM)}},
-    {"out", "[queries, heads, value_dim]", ELEMENT, 3,
-     {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 1, "q.shape[1]"), CONSTANT(FLASHTIR_VALUE_DIM)}},
-    {"lse", "[heads, queries]", {kDLFloat, 32, 1}, 2, {SAME_AS(Q, 1, "q.shape[1]"), SAME_AS(Q, 0, "q.shape[0]")}, true},
-};
+#define OF_QUERIES(name, channels, C) \
+  {name, "[queries, heads, " channels "]", ELEMENT, 3, {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 1, "q.shape[1]"), CONSTANT(C)}}
+#define OF_KEYS(name, channels, C) \
+  {name, "[keys, key_heads, " channels "]", ELEMENT, 3, {SAME_AS(K, 0, "k.shape[0]"), SAME_AS(K, 1, "k.shape[1]"), CONSTANT(C)}}
+#define OF_ROWS {"lse", "[heads, queries]", {kDLFloat, 32, 1}, 2, {SAME_AS(Q, 1, "q.shape[1]"), SAME_AS(Q, 0, "q.shape[0]")}, true}
 #else
-static const Wanted kWanted[TENSORS] = {
-    {"q", "[batch, queries, heads, head_dim]", ELEMENT, 4, {FREE, FREE, FREE, CONSTANT(FLASHTIR_HEAD_DIM)}},
-    {"k", "[batch, keys, key_heads, head_dim]", ELEMENT, 4, {SAME_AS(Q, 0, "q.shape[0]"), FREE, FREE, CONSTANT(FLASHTIR_HEAD_DIM)}},
-    {"v", "[batch, keys, key_heads, value_dim]", ELEMENT, 4,
-     {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(K, 1, "k.shape[1]"), SAME_AS(K, 2, "k.shape[2]"), CONSTANT(FLASHTIR_VALUE_DIM)}},
-    {"out", "[batch, queries, heads, value_dim]", ELEMENT, 4,
-     {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 1, "q.shape[1]"), SAME_AS(Q, 2, "q.shape[2]"), CONSTANT(FLASHTIR_VALUE_DIM)}},
-    {"lse", "[batch, heads, queries]", {kDLFloat, 32, 1}, 3,
-     {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 2, "q.shape[2]"), SAME_AS(Q, 1, "q.shape[1]")}, true},
-};
+#define OF_QUERIES(name, channels, C) \
+  {name, "[batch, queries, heads, " channels "]", ELEMENT, 4, \
+   {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 1, "q.shape[1]"), SAME_AS(Q, 2, "q.shape[2]"), CONSTANT(C)}}
+#define OF_KEYS(name, channels, C) \
+  {name, "[batch, keys, key_heads, " channels "]", ELEMENT, 4, \
+   {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(K, 1, "k.shape[1]"), SAME_AS(K, 2, "k.shape[2]"), CONSTANT(C)}}
+#define OF_ROWS \
+  {"lse", "[batch, heads, queries]", {kDLFloat, 32, 1}, 3, \
+   {SAME_AS(Q, 0, "q.shape[0]"), SAME_AS(Q, 2, "q.shape[2]"), SAME_AS(Q, 1, "q.shape[1]")}, true}
 #endif
+static const Wanted kWanted[TENSORS] = {
+    [Q] = OF_QUERIES("q", "head_dim", FLASHTIR_HEAD_DIM), /* the same as itself: free */
+    [K] = OF_KEYS("k", "head_dim", FLASHTIR_HEAD_DIM),
+    [V] = OF_KEYS("v", "value_dim", FLASHTIR_VALUE_DIM),
+    [OUT] = OF_QUERIES("out", "value_dim", FLASHTIR_VALUE_DIM),
+    [LSE] = OF_ROWS,
+#if FLASHTIR_BACKWARD
+    [DOUT] = OF_QUERIES("dout", "value_dim", FLASHTIR_VALUE_DIM),
+    [DQ] = OF_QUERIES("dq", "head_dim", FLASHTIR_HEAD_DIM),
+    [DK] = OF_KEYS("dk", "head_dim", FLASHTIR_HEAD_DIM),
+    [DV] = OF_KEYS("dv", "value_dim", FLASHTIR_VALUE_DIM),
+#endif
+};
 
 /* Raise an error of this kind; always -1, the ABI's "an error is set". */
 static int __attribute__((format(printf, 2, 3), cold)) fail(const char *kind, const char *format, ...) {
-  char text[512] = "flash_attention_forward: ";
+  char text[512] = FUNCTION_NAME ": ";
   size_t used = strlen(text);
   va_list values;
   va_start(values, format);
@@ -210,7 +225,7 @@ static int check_memory(const DLTensor *plain, const View *views) {
     const char *name = i < TENSORS ? kWanted[i].name : kExtras[i - TENSORS].name;
     if (views[i].span == 0) continue;
     if (plain[i].data == NULL) return fail("ValueError", "%s has no data, wanted a pointer to its elements", name);
-    for (int output = OUT; output <= LSE; ++output)
+    for (int output = FIRST_OUTPUT; output < TENSORS; ++output)
       if ((i < output || i >= TENSORS) && check_apart(output, plain, views, &plain[i], views[i].span, name)) return -1;
   }
   return 0;

@@ -15,7 +15,7 @@ import tvm
 from tvm import s_tir
 
 from schedules.families import cpu
-from schedules.families.cpu import CONFIG, PIPELINE, split_panel, write_by_lanes
+from schedules.families.cpu import CONFIG, PIPELINE, compiler_options, split_panel, write_by_lanes  # noqa: F401, the same here
 from schedules.lowering import cpu_pipeline
 from schedules.plan import Budget, first_of, fitting, require
 from schedules.stages import loops_of, unroll_all
@@ -56,6 +56,11 @@ ROLES = {"dq": DQ, "dk_dv": DK_DV}
 #: (q_tile, kv_tile, panel_vectors, rows) for each role: long tiles of the rows that stay, short ones of those that stream by.
 TILES = {"dq": ((128, 64, 2, 8), (64, 64, 2, 8), (128, 64, 2, 4), (64, 64, 2, 4), (16, 32, 1, 8)),
          "dk_dv": ((64, 128, 2, 8), (64, 64, 2, 8), (64, 128, 2, 4), (64, 64, 2, 4), (32, 16, 1, 8))}
+
+
+def decline(workload, arch):
+    """Why this family does not take the workload, or None."""
+    return None if arch.kind == "cpu" else f"{arch.name} is no CPU"
 
 
 def default_plan(role, workload, arch):

@@ -75,8 +75,9 @@ WAITS = {
     "dk_dv": {"S_warp": (1, ()), "dP_warp": (1, ()), "dK_acc": (0, (events.Q,)), "dV_acc": (0, (events.DO,))},
 }
 
-#: (q_tile, kv_tile, stages) for each role, by most channels.
-TILES = {"dq": {64: (128, 128, 2), 128: (128, 96, 2)}, "dk_dv": {64: (128, 128, 2), 128: (64, 128, 2)}}
+#: (q_tile, kv_tile, stages, loader_registers) for each role, by most channels. For dK and dV one of the loader's warps has indices of two
+#: loops in registers.
+TILES = {"dq": {64: (128, 128, 2, 24), 128: (128, 128, 2, 24)}, "dk_dv": {64: (96, 128, 2, 32), 128: (64, 128, 2, 32)}}
 
 
 def decline(workload, arch):

@@ -1,10 +1,10 @@
 """wgmma, backward: the two functions of te_defs/flash_attention_backward.py on Hopper's asynchronous tensor cores (FlashAttention-3).
 
-The idea is that of wgmma.py with the order of mma_backward.py. Each consumer warpgroup keeps 64 rows, queries for dQ and keys for dK and dV,
-and walks over the tiles of the other side, which a loader warpgroup brings through rings of shared memory; one of its warps brings LSE and
-delta of the queries on the same way. The rows that stay are those of the accumulators. So P and dS are, after a cast, the first operand of
-the products that add to dV, dK and dQ, straight from registers; the tile that was the second operand of S or dP is read once more, with
-its channels side by side. S and dP are issued together, and the product with P runs beside the arithmetic on dS.
+The idea is that of wgmma.py with the order of mma_backward.py. Each consumer warpgroup keeps 64 rows, of queries for dQ, of keys for dK
+and dV, and walks over the tiles of the other side, which a loader warpgroup brings through rings of shared memory; one of its warps brings
+LSE and delta of the queries on the same way. The rows that stay are those of the accumulators, so P and dS are, after a cast, the first
+operand of the products that add to dV, dK and dQ, straight from registers; the tile that was the second operand of S or dP is read once
+more, with its channels side by side. S and dP are issued together, and the product with P runs beside the arithmetic on dS.
 
 The budget. Per thread the accumulators take (D + DV) / 2 of 240 registers (dQ: D / 2), S and dP half of the rows of a tile that comes by
 each, and their casts half of that. Shared memory holds the tiles that stay once, and those that come by once for each stage of a ring.
@@ -34,7 +34,7 @@ from schedules.families.backward_roles import ROLES
 from schedules.intrinsics import events
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import LANES
-from schedules.lowering import bulk_loads, row_statistics, warp_roles, wgmma_pipeline
+from schedules.lowering import bulk_loads, rings, row_statistics, warp_roles, wgmma_pipeline
 from schedules.plan import Budget, Plan, first_of, fitting, require
 from schedules.stages import loops_of, own_fragment, own_output, read_index, unroll_all
 
@@ -109,7 +109,7 @@ def budget(role, workload, arch, plan):
     require(1 <= plan.stages <= 16, "stages must be from 1 to 16", plan.stages, "correct it")
     copies = 1 if role == "dq" else plan.stages
     shared = (2 * (stays + plan.stages * streams) * (d + dv) + 2 * row_statistics.NUMBER_BYTES * copies * plan.q_tile
-              + warp_roles.bookkeeping_bytes(plan.stages, 1, stays=2))
+              + rings.bookkeeping_bytes(plan.stages, 1, stays=2))
     casts = streams // 4 * (role == "dk_dv") + streams // 4
     return Budget((
         ("threads", warp_roles.GROUP * (groups + 1), arch.threads_per_block, "of a block"),

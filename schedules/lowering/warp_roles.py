@@ -15,10 +15,10 @@ from tvm.script import tirx as T
 
 from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
-from schedules.intrinsics.wgmma import ELEMENT_BYTES, GROUP_WARPS
+from schedules.intrinsics.wgmma import GROUP_WARPS
 from schedules.lowering import bulk_loads, order_of_work, rewrite, row_statistics, work_tiles
 from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
-from schedules.lowering.row_statistics import NUMBER_BYTES
+from schedules.lowering.rings import Rings
 from te_defs.lengths import FIRST_ROW, Part
 
 #: Fields of the plan that stand as annotations on block `attn`, and as attributes of the function later, behind PREFIX.
@@ -32,19 +32,8 @@ ROWS = (FIRST_ROW, *(field.name for field in fields(Part)))
 
 GROUP = LANES * GROUP_WARPS
 REGISTERS_PER_SM = 65536
-BARRIER_BYTES = 8
 #: What setmaxnreg takes at most, and the multiple that it wants.
 MOST_REGISTERS, REGISTER_STEP = 240, 8
-
-
-def barrier_bytes(stages, query_stages, stays=1):
-    """Shared memory of the barriers: a full and an empty one for each copy of the tiles that stay, and of the two that come by."""
-    return 2 * (stays * query_stages + 2 * stages) * BARRIER_BYTES
-
-
-def bookkeeping_bytes(stages, query_stages, stays=1):
-    """Shared memory of barriers, and of what the loader tells about each copy of Q."""
-    return barrier_bytes(stages, query_stages, stays) + query_stages * rewrite.FACT_BYTES
 
 
 def _share(groups):
@@ -130,7 +119,7 @@ def _launch(func, grid):
         body = tirx.AttrStmt(axis, "thread_extent", _number(extent), body)
     # One block on a multiprocessor: the register count at entry then leaves room for setmaxnreg.
     body = tirx.AttrStmt(_number(0), "tirx.launch_bounds_min_blocks_per_sm", _number(1), body)
-    body, allocations = roles.place_tiles(body, allocations)
+    body, allocations = roles.rings.place_tiles(body, allocations)
     body = tirx.SeqStmt([*allocations, body])
     return roles, tirx.AttrStmt(grid.node, grid.attr_key, grid.value, body)
 
@@ -157,17 +146,11 @@ class _Roles:
         self.warps = int(threads["threadIdx.y"].value)
         self.groups = self.warps // GROUP_WARPS
         self.warp = tirx.Var("warp", "int32")
-        self.loads = {int(call.args[1]): call for call in work_tiles.events_in(program, "bulk_load")}
-        self.stays = {ring for ring, call in self.loads.items() if bulk_loads.is_loaded_once(call)}
+        self.rings = Rings(program, self.stages, self.query_stages)
+        self.loads, self.stays = self.rings.loads, self.rings.stays
         self.peeled = any(isinstance(call.args[-1], tirx.IntImm) for call in work_tiles.events_in(program, "wait_full"))
         self.maps = {ring: tirx.Var(f"{events.RINGS[ring]}_map", bulk_loads.tensor_map_type()) for ring in self.loads}
         self.entry_rows = {ring: tirx.Var(f"{events.RINGS[ring]}_entry_rows", "int32") for ring in self.loads}
-        self.tile_bytes = {ring: bulk_loads.box_bytes(call) for ring, call in self.loads.items()}
-        self.numbers = {}  # buffer of numbers that go with a tile: (its ring, first element)
-        for call in work_tiles.events_in(program, "tell"):
-            self.numbers.setdefault(call.args[1].args[0].source, (int(call.args[2]), self.offset(None)))
-        elements = self.offset(None) + bookkeeping_bytes(self.stages, self.query_stages, len(self.stays)) // ELEMENT_BYTES
-        self.shared = tirx.decl_buffer((elements,), bulk_loads.tile_of(self.loads[events.Q]).dtype, "shared", scope="shared.dyn")
 
     def block(self):
         """What all threads of a block do."""
@@ -175,7 +158,7 @@ class _Roles:
         lead = tirx.And(tirx.EQ(self.thread_warp, _number(self.warps)), tirx.EQ(self.lane, _number(0)))
         load = [_evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](self.loader_registers)),
                 tirx.IfThenElse(lead, self.program_of(LOADER), None)]
-        if self.numbers:
+        if self.rings.numbers:
             load.append(tirx.IfThenElse(tirx.EQ(self.warp, _number(self.warps + 1)), self.program_of(TELLER), None))
         compute = _sequence([_evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](consumer)), *self.first_turn(),
                              self.program_of(CONSUMER), *self.last_turn()])
@@ -192,36 +175,13 @@ class _Roles:
         inits = []
         for ring in self.loads:
             readers = self.groups + (self.warps if ring == events.Q and self.shared_decode else 0)
-            writers = 1 + sum(self.rows_of(buffer) // LANES for buffer, (other, _) in self.numbers.items() if other == ring)
-            for copy in range(self.copies(ring)):
+            writers = 1 + self.rings.numbers_of(ring) // LANES
+            for copy in range(self.rings.copies(ring)):
                 for empty in (0, 1):
-                    address = self.barrier(ring, _number(copy), empty)
+                    address = self.rings.barrier(ring, _number(copy), empty)
                     inits.append(_evaluate(T.ptx.mbarrier.init.shared.b64(address, _number(readers if empty else writers, "uint32"))))
         first = tirx.And(tirx.EQ(self.thread_warp, _number(0)), tirx.EQ(self.lane, _number(0)))
         return tirx.IfThenElse(first, tirx.SeqStmt([*inits, _evaluate(T.ptx.fence.proxy.async_.shared__cta())]), None)
-
-    def offset(self, ring):
-        """First element of a ring in shared memory; for None the first behind all of them, and behind the numbers that go with tiles.
-        Boxes are whole swizzle periods of 1 KiB."""
-        before = [other for other in self.loads if ring is None or other < ring]
-        numbers = self.numbers.items() if ring is None else ()
-        return (sum(self.tile_bytes[other] * self.copies(other) for other in before)
-                + sum(self.rows_of(buffer) * NUMBER_BYTES * self.copies(other) for buffer, (other, _) in numbers)) // ELEMENT_BYTES
-
-    def copies(self, ring):
-        return self.query_stages if ring in self.stays else self.stages
-
-    @staticmethod
-    def rows_of(buffer):
-        """Rows of a tile that a buffer has numbers of."""
-        return int(buffer.shape[0])
-
-    def barrier(self, ring, copy, empty):
-        """Shared address of a barrier: for each ring first the full ones, then the empty ones."""
-        first = 2 * sum(self.copies(other) for other in self.loads if other < ring)
-        index = copy + (first + empty * self.copies(ring))
-        base = T.cuda.cvta_generic_to_shared(tirx.address_of(tirx.BufferLoad(self.shared, [_number(self.offset(None))])))
-        return base + tirx.Cast("uint32", index * BARRIER_BYTES)
 
     def program_of(self, role):
         """One role's program over all work tiles of the block."""
@@ -249,28 +209,22 @@ class _Roles:
         return _sequence([tirx.AllocBuffer(counts), tirx.BufferStore(counts, _number(0), [_number(0)]),
                           tirx.For(wave, loop.min, loop.extent, loop.kind, body, None, {"disable_unroll": True}, loop.step)])
 
-    def facts(self, wave):
-        """Shared address of what the loader tells the consumers about the work tile of a wave."""
-        first = self.offset(None) + barrier_bytes(self.stages, self.query_stages) // ELEMENT_BYTES
-        base = T.cuda.cvta_generic_to_shared(tirx.address_of(tirx.BufferLoad(self.shared, [_number(first)])))
-        return base + tirx.Cast("uint32", tirx.truncmod(wave, _number(self.query_stages)) * rewrite.FACT_BYTES)
-
     def take_work(self, wave):
         """Statements by which a consumer learns what its work tile is: the divisions that tell are the loader's, which has the time."""
-        copy, phase = self.turn(events.Q, _number(0), wave, _number(0))
-        calls = (T.cuda.mbarrier_wait(self.barrier(events.Q, copy, 0), phase),
-                 tirx.call_extern("int32", rewrite.TAKE_FACTS, self.facts(wave)), T.cuda.warp_sync())
+        copy, phase = self.rings.turn(events.Q, _number(0), wave, _number(0))
+        calls = (T.cuda.mbarrier_wait(self.rings.barrier(events.Q, copy, 0), phase),
+                 tirx.call_extern("int32", rewrite.TAKE_FACTS, self.rings.facts(wave)), T.cuda.warp_sync())
         return [*map(_evaluate, calls), self.arrive(events.Q, copy, tirx.EQ(self.lane, _number(0)))]
 
     def publish(self, wave):
         """Call by which the loader tells what the work tile is, once everybody has read what was told before."""
-        return tirx.call_extern("int32", rewrite.PUBLISH_FACTS, self.facts(wave), wave)
+        return tirx.call_extern("int32", rewrite.PUBLISH_FACTS, self.rings.facts(wave), wave)
 
     def no_work(self, wave):
         """Statements of the loader where a wave has no tile for this block."""
-        copy, phase = self.turn(events.Q, _number(0), wave, _number(0))
-        arrive = T.ptx.mbarrier.arrive.shared.b64(self.barrier(events.Q, copy, 0), _number(1, "uint32"))
-        return map(_evaluate, (T.cuda.mbarrier_wait(self.barrier(events.Q, copy, 1), 1 - phase), self.publish(wave), arrive))
+        copy, phase = self.rings.turn(events.Q, _number(0), wave, _number(0))
+        arrive = T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(events.Q, copy, 0), _number(1, "uint32"))
+        return map(_evaluate, (T.cuda.mbarrier_wait(self.rings.barrier(events.Q, copy, 1), 1 - phase), self.publish(wave), arrive))
 
     def cut(self, stmt, role, done, tiles):
         """What a role does of a statement, with events expanded; None where nothing is left.
@@ -317,17 +271,12 @@ class _Roles:
         stmt = tvm_ffi.structural_map(stmt, (tvm.ir.Call, inner))
         return substitute(stmt, {self.thread_warp: self.warp})
 
-    def turn(self, ring, done, tiles, key_tile):
-        """(copy, phase) of a ring for a key tile of this work tile, or for its queries."""
-        number, copies = tiles if ring in self.stays else done + key_tile, _number(self.copies(ring))
-        return tirx.truncmod(number, copies), tirx.truncmod(tirx.truncdiv(number, copies), _number(2))
-
     def bulk_load(self, done, tiles, ring, pointer, *rest):
         ring, (*coordinates, key_tile) = int(ring), rest[-6:]
-        copy, phase = self.turn(ring, done, tiles, key_tile)
-        full, bytes_ = self.barrier(ring, copy, 0), self.tile_bytes[ring]
+        copy, phase = self.rings.turn(ring, done, tiles, key_tile)
+        full, bytes_ = self.rings.barrier(ring, copy, 0), self.rings.tile_bytes[ring]
         address = T.cuda.cvta_generic_to_shared(pointer) + tirx.Cast("uint32", copy * bytes_)
-        return [T.cuda.mbarrier_wait(self.barrier(ring, copy, 1), 1 - phase),
+        return [T.cuda.mbarrier_wait(self.rings.barrier(ring, copy, 1), 1 - phase),
                 *([self.publish(tiles)] if ring == events.Q and self.shared_decode else []),
                 T.ptx.mbarrier.arrive.expect_tx.shared.b64(full, _number(bytes_, "uint32")),
                 *bulk_loads.load_instructions(self.loads[ring], self.maps[ring], coordinates, self.entry_rows[ring], address, full,
@@ -335,41 +284,34 @@ class _Roles:
 
     def tell(self, done, tiles, pointer, ring, key_tile, value):
         ring = int(ring)
-        copy, phase = self.turn(ring, done, tiles, key_tile)
+        copy, phase = self.rings.turn(ring, done, tiles, key_tile)
         number = tirx.Var("number", "float32")  # on its way while the place is not free yet
-        arrive = T.ptx.mbarrier.arrive.shared.b64(self.barrier(ring, copy, 0), _number(1, "uint32"))
-        return [tirx.Bind(number, value), T.cuda.mbarrier_wait(self.barrier(ring, copy, 1), 1 - phase),
-                row_statistics.write(self.place_of(pointer, copy), number), T.cuda.warp_sync(),
+        arrive = T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(ring, copy, 0), _number(1, "uint32"))
+        return [tirx.Bind(number, value), T.cuda.mbarrier_wait(self.rings.barrier(ring, copy, 1), 1 - phase),
+                row_statistics.write(self.rings.place_of(pointer, copy), number), T.cuda.warp_sync(),
                 tirx.IfThenElse(tirx.EQ(self.lane, _number(0)), _evaluate(arrive), None)]
 
     def told(self, done, tiles, pointer, ring, key_tile):
-        return row_statistics.read(self.place_of(pointer, self.turn(int(ring), done, tiles, key_tile)[0]))
-
-    def place_of(self, pointer, copy):
-        """Address of a number that goes with this copy of a tile."""
-        element = pointer.args[0]
-        first = next(first for buffer, (_, first) in self.numbers.items() if buffer.same_as(element.source))
-        index = (copy * self.rows_of(element.source) + element.indices[0]) * (NUMBER_BYTES // ELEMENT_BYTES) + first
-        return tirx.address_of(tirx.BufferLoad(self.shared, [index]))
+        return row_statistics.read(self.rings.place_of(pointer, self.rings.turn(int(ring), done, tiles, key_tile)[0]))
 
     def wait_full(self, done, tiles, ring, key_tile):
         ring = int(ring)
-        copy, phase = self.turn(ring, done, tiles, key_tile)
+        copy, phase = self.rings.turn(ring, done, tiles, key_tile)
         first = isinstance(key_tile, tirx.IntImm) and ring == events.K and not self.shared_decode
         return [*(self.wait_full(done, tiles, events.Q, _number(0)) if first else []),
-                T.cuda.mbarrier_wait(self.barrier(ring, copy, 0), phase)]
+                T.cuda.mbarrier_wait(self.rings.barrier(ring, copy, 0), phase)]
 
     def release(self, done, tiles, ring, key_tile):
-        copy, _phase = self.turn(int(ring), done, tiles, key_tile)
+        copy, _phase = self.rings.turn(int(ring), done, tiles, key_tile)
         return [self.arrive(ring, copy, tirx.And(tirx.EQ(self.warp % GROUP_WARPS, _number(0)), tirx.EQ(self.lane, _number(0))))]
 
     def arrive(self, ring, copy, condition):
         """Statement by which the thread that a condition chooses says that a copy may be overwritten, as far as it is concerned."""
-        arrive = T.ptx.mbarrier.arrive.shared.b64(self.barrier(int(ring), copy, 1), _number(1, "uint32"))
+        arrive = T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(int(ring), copy, 1), _number(1, "uint32"))
         return tirx.IfThenElse(condition, _evaluate(arrive), None)
 
     def slot_bytes(self, done, tiles, ring, key_tile):
-        return self.turn(int(ring), done, tiles, key_tile)[0] * self.tile_bytes[int(ring)]
+        return self.rings.turn(int(ring), done, tiles, key_tile)[0] * self.rings.tile_bytes[int(ring)]
 
     def group_bytes(self, done, tiles, rows_bytes):
         return self.warp % GROUP_WARPS * rows_bytes
@@ -405,22 +347,6 @@ class _Roles:
         if not self.takes_turns:
             return []
         return [tirx.IfThenElse(tirx.LT(self.warp, _number(GROUP_WARPS)), _evaluate(self.named_barrier("sync", _number(0))), None)]
-
-    def place_tiles(self, body, allocations):
-        """The body with all shared tiles in one buffer, behind each other, and the allocations that are left.
-
-        One buffer, since the merging of shared allocations does not see that the address of a tile is taken.
-        """
-        offsets = {ring: self.offset(ring) for ring in self.loads}
-        tiles = {ring: bulk_loads.tile_of(call) for ring, call in self.loads.items()}
-
-        def place(load):
-            ring = next((ring for ring, tile in tiles.items() if tile.same_as(load.source)), None)
-            return load if ring is None else tirx.BufferLoad(self.shared, [load.indices[0] + offsets[ring]])
-        placed = [*tiles.values(), *self.numbers]
-        kept = [stmt for stmt in allocations if not any(stmt.buffer.same_as(tile) for tile in placed)]
-        return tvm_ffi.structural_map(body, (tvm.ir.TensorLoad, place)), [*kept, tirx.AllocBuffer(self.shared)]
-
 
 #: Hides an expression behind a call, so that it is computed where it stands and not wherever its value is used.
 ONCE = "__device__ __forceinline__ int flashtir_once(int value) { return value; }\n"

@@ -1,11 +1,18 @@
 """Running backward functions on the CPU and asking the reference whether their gradients are right."""
+from dataclasses import replace
+
 import numpy as np
 import tvm
 
 from te_defs import reference
 from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
 from te_defs.naive import naive_backward
+from te_defs.workload import Shape, make_arguments
 from tests.numbers import QUICK_LLVM
+
+#: Shapes with a scale each.
+RAGGED = [(Shape(1, 2, 1, 37, 70), 0.125), (Shape(1, 1, 1, 70, 33), -0.2), (Shape(1, 2, 2, 5, 0), 0.0)]
+
 
 class Naive:
     """The definition, compiled: (dO, Q, K, V, O, LSE, scale, further arguments) -> dQ, dK, dV."""
@@ -33,6 +40,27 @@ class Plain:
         self.dk_dv(dout, q_, k_, v_, lse_, delta, dk, dv, scale, *arguments)
         self.dq(dout, q_, k_, v_, lse_, delta, dq, scale, *arguments)
         return [x.numpy() for x in (dq, dk, dv)]
+
+
+class Scheduled(Plain):
+    """The functions after the first stages of a family, on llvm: the same call. `plans` are those of its roles."""
+
+    def __init__(self, family, plans, workload, stages):
+        self.delta = tvm.compile(attention_delta(workload), QUICK_LLVM)
+        self.dq, self.dk_dv = (tvm.compile(family.schedule(role, workload, plans[role], stages).mod, QUICK_LLVM)
+                               for role in ("dq", "dk_dv"))
+
+
+def unbound(family):
+    """Number of a family's stages before the one that binds threads."""
+    return [stage.__name__ for stage in family.STAGES].index(family.BINDS_AT)
+
+
+def check_ragged(function, workload):
+    """Assert that gradients are right at shapes that no tile divides, with grouped heads, and without keys."""
+    for shape, scale in RAGGED:
+        shape = replace(shape, mask=workload.mask_class.samples[2] if workload.mask == "window" else ())
+        assert verdict(function, workload, shape, scale, make_arguments(workload, shape)) is None, shape
 
 
 def _outputs(*inputs):

@@ -8,7 +8,7 @@ from tvm.tirx.compilation_pipeline import get_tir_pipeline
 
 from schedules.arch import cuda_arch
 from schedules.build import schedule
-from schedules.families import wgmma, wgmma_plan
+from schedules.families import wgmma, wgmma_backward, wgmma_plan
 from schedules.intrinsics import events
 from schedules.lowering import warp_roles
 from te_defs.workload import Workload
@@ -17,6 +17,8 @@ ARCH = cuda_arch("sm_90a")
 WORKLOAD = Workload(64, 64, "float16", "causal")
 #: Functions of schedules.intrinsics.events that are no calls in a kernel, or stand for a loop index before the roles are split.
 NOT_SPLIT = {"name_of", "key_tile"}
+#: Events that lowering makes of annotated blocks.
+FROM_BLOCKS = {"bulk_load", "tell", "told"}
 
 
 def events_in(mod):
@@ -30,11 +32,20 @@ def test_every_event_has_a_meaning_and_none_is_left():
     mod = schedule(wgmma, WORKLOAD, wgmma.default_plan(WORKLOAD, ARCH)).mod
     known = {name for name, value in vars(events).items() if inspect.isfunction(value)} - NOT_SPLIT
     used = events_in(mod) - NOT_SPLIT
-    assert used == known - {"bulk_load"}, "what the intrinsics say; loads come from blocks"
+    assert used == known - FROM_BLOCKS, "what the intrinsics say"
     assert [name for name in known if not callable(getattr(warp_roles._Roles, name, None))] == []
+    assert events_in(lowered(mod)) == set()
+
+
+@pytest.mark.parametrize("role", ["dq", "dk_dv"])
+def test_none_is_left_of_the_backward_functions(role):
+    mod = wgmma_backward.schedule(role, WORKLOAD, wgmma_backward.default_plan(role, WORKLOAD, ARCH)).mod
+    assert events_in(lowered(mod)) == set()
+
+
+def lowered(mod):
     with ARCH.target():
-        lowered = get_tir_pipeline(wgmma.PIPELINE)[0](tvm.IRModule({"main": mod["main"].with_attr("target", ARCH.target())}))
-    assert events_in(lowered) == set()
+        return get_tir_pipeline(wgmma.PIPELINE)[0](tvm.IRModule({"main": mod["main"].with_attr("target", ARCH.target())}))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])

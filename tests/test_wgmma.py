@@ -15,7 +15,7 @@ from schedules.build import build, schedule
 from schedules.families import wgmma, wgmma_plan
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import LANES
-from schedules.lowering import cuda_compile, software_pipeline, toolkit as toolkits, warp_roles
+from schedules.lowering import cuda_compile, rings, software_pipeline, toolkit as toolkits, warp_roles
 from schedules.lowering.cuda_compile import CompiledKernel, CudaOptions, cuda_compiler
 from schedules.plan import Calls, PlanError
 from schedules.space import Space
@@ -234,7 +234,7 @@ class TestKnobs:
 
 def test_a_third_stage_is_room_for_one_more_tile_of_keys_and_values():
     two, three = (dict(row[:2] for row in wgmma.budget(CAUSAL, ARCH, PLAN.but(stages=stages)).rows) for stages in (2, 3))
-    assert three["shared memory"] - two["shared memory"] == 2 * PLAN.kv_tile * (64 + 64) + 4 * warp_roles.BARRIER_BYTES
+    assert three["shared memory"] - two["shared memory"] == 2 * PLAN.kv_tile * (64 + 64) + 4 * rings.BARRIER_BYTES
 
 
 def test_key_loop_is_split_where_the_mask_ends(text_of):

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import tvm
 from tvm import s_tir
 
+from schedules.families.backward_roles import ROLES
 from schedules.families.mma_plan import COPY_BYTES, OTHER_REGISTERS, without_tensor_cores
 from schedules.intrinsics import mma as intrinsics
 from schedules.lowering import mma_pipeline
 from schedules.plan import Budget, Plan, first_of, fitting, require
 from schedules.stages import copy_cooperatively, loops_of, own_fragment, own_output, read_index, unroll_all
-from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
 
 NAME = "mma_backward"
 PIPELINE = "flashtir_mma"
@@ -37,57 +37,6 @@ class MmaBackwardPlan(Plan):
     warps: int
     register_level: int = 10
 
-
-@dataclass(frozen=True)
-class Product:
-    """One product on tensor cores: block[row, column] += the sum of first[row, .] * second[column, .].
-
-    first, second  tiles in shared memory; None in the place of the first: a matrix in registers, which the block before has cast
-    turned         whether the second is read transposed on its way
-    transposed     whether it is declared with rows and columns the other way round
-    """
-
-    block: str
-    first: str | None
-    second: str
-    turned: bool = False
-    transposed: bool = False
-
-
-@dataclass(frozen=True)
-class Role:
-    """What one of the two functions is made of.
-
-    rows      "i" or "j": whose rows stay, and are rows of the fragments
-    stays     loads of the tiles that stay; streams: of those that come by
-    products  Products in the order they run
-    scores    blocks of what is done with scores between the products
-    sums      (block that sets it, block that copies it back, block that stores it) for each accumulator
-    turn      block of what is done with a tile that comes by; statements: its leaves in program order, products in two parts
-    """
-
-    declare: object
-    rows: str
-    stays: tuple
-    streams: tuple
-    products: tuple
-    scores: tuple
-    sums: tuple
-    turn: str
-    statements: tuple
-
-
-DQ = Role(attention_dq, "i", ("Q_load", "dO_load"), ("K_load", "V_load"),
-          (Product("S", "Q_tile", "K_tile"), Product("dP", "dO_tile", "V_tile"), Product("dQ_acc_new", None, "K_tile", turned=True)),
-          ("P", "P_masked", "dS", "dS_cast"), (("dQ_acc_init", "dQ_acc", "dQ"),), "kv",
-          ("K_load", "V_load", "S_init", "S", "P", "P_masked", "dP_init", "dP", "dS", "dS_cast", "dQ_init", "dQ_acc_new", "dQ_acc"))
-DK_DV = Role(attention_dk_dv, "j", ("K_load", "V_load"), ("Q_load", "dO_load"),
-             (Product("S", "K_tile", "Q_tile", transposed=True), Product("dV_acc_new", None, "dO_tile", turned=True),
-              Product("dP", "V_tile", "dO_tile", transposed=True), Product("dK_acc_new", None, "Q_tile", turned=True)),
-             ("P", "P_masked", "P_cast", "dS", "dS_cast"), (("dK_acc_init", "dK_acc", "dK"), ("dV_acc_init", "dV_acc", "dV")), "rows",
-             ("Q_load", "dO_load", "LSE_load", "delta_load", "S_init", "S", "P", "P_masked", "P_cast", "dV_init", "dV_acc_new", "dP_init",
-              "dP", "dS", "dS_cast", "dK_init", "dK_acc_new", "dK_acc", "dV_acc"))
-ROLES = {"dq": DQ, "dk_dv": DK_DV}
 
 #: (q_tile, kv_tile, warps) for each role, by most channels: 16 rows that stay for each warp.
 TILES = {"dq": {64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 32, 4)},
@@ -113,7 +62,7 @@ def default_plan(role, workload, arch):
 
 def budget(role, workload, arch, plan):
     """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
-    stays, streams = (plan.q_tile, plan.kv_tile) if role == "dq" else (plan.kv_tile, plan.q_tile)
+    stays, streams = ROLES[role].tiles(plan)
     d, dv, threads = workload.head_dim, workload.value_dim, 32 * plan.warps
     require(stays % (16 * plan.warps) == 0, "the tile that stays must be a multiple of 16 rows for each warp",
             f"{stays} rows and {plan.warps} warps", "change either")
@@ -141,21 +90,20 @@ def declare(role, workload, plan):
 
 def layout_of(role, block):
     """Index map of a block's matrix in fragments: scores lie transposed where keys are the rows."""
-    turned = role.rows == "j" and block in ("S", "dP", *role.scores)
-    return (lambda i, j: intrinsics.fragment_layout(j, i)) if turned else intrinsics.fragment_layout
+    return (lambda i, j: intrinsics.fragment_layout(j, i)) if role.transposes(block) else intrinsics.fragment_layout
 
 
 def place_buffers(sch, plan, role):
     """Tiles and statistics go to shared memory; everything between the products stays in the registers of a warp."""
     for block in (*role.stays, *role.streams, "LSE_load", "delta_load"):
         sch.set_scope(block, 0, "shared.dyn")
-    for block in (*role.scores, *(product.block for product in role.products), *(init for init, _, _ in role.sums)):
+    for block in role.written:
         sch.set_scope(block, 0, "warp")
 
 
 def lay_out_fragments(sch, plan, role):
     """Lay all matrices out as mma.sync fragments: [tile row, tile column, lane, register]."""
-    for block in (*role.scores, *(product.block for product in role.products), *(init for init, _, _ in role.sums)):
+    for block in role.written:
         sch.transform_layout(block, ("write", 0), layout_of(role, block))
 
 

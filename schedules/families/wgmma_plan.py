@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import CHANNEL_STEPS
-from schedules.lowering import order_of_work, warp_roles
+from schedules.lowering import order_of_work, rings, warp_roles
 from schedules.plan import Budget, Calls, Plan, fitting, require
 from te_defs.integers import round_up
 
@@ -177,7 +177,7 @@ def budget(workload, arch, plan):
     tiles = 2 * (plan.query_stages * plan.q_tile * d + plan.stages * plan.kv_tile * (d + dv))
     return Budget((
         ("threads", warp_roles.GROUP * (plan.groups + 1), arch.threads_per_block, "of a block"),
-        ("shared memory", tiles + warp_roles.bookkeeping_bytes(plan.stages, plan.query_stages), arch.smem_bytes, "bytes"),
+        ("shared memory", tiles + rings.bookkeeping_bytes(plan.stages, plan.query_stages), arch.smem_bytes, "bytes"),
         ("registers, about", _registers(workload, plan),
          warp_roles.consumer_registers(plan.groups, plan.loader_registers), "per consumer"),
     )).check(plan, arch)

@@ -8,12 +8,13 @@ from tvm.script import tirx as T
 
 PREFIX = "flashtir."
 #: Rings by number: shared tiles that one warpgroup fills and the others empty.
-Q, K, V = range(3)
-RINGS = ("Q", "K", "V")
+Q, K, V, DO = range(4)
+RINGS = ("Q", "K", "V", "dO")
 
 
 def key_tile():
-    """The index of the key loop; it moves with the statement when the software pipeline shifts this."""
+    """The number of the turn, in the loop over the tiles that come by; it moves with the statement when the software pipeline shifts this.
+    Outside that loop it stays, and says that the tile is one that is loaded once."""
     return T.call_extern("int32", PREFIX + "key_tile")
 
 
@@ -55,6 +56,16 @@ def wait_scores():
 def bulk_load(*arguments):
     """Load one tile into its ring: see schedules.lowering.bulk_loads for the arguments."""
     return tirx.call_extern("int32", PREFIX + "bulk_load", *arguments)
+
+
+def tell(pointer, ring, value):
+    """Put a number that goes with the ring's tile of this turn in its place in shared memory."""
+    return tirx.call_extern("int32", PREFIX + "tell", pointer, ring, key_tile(), value)
+
+
+def told(pointer, ring):
+    """The number in that place."""
+    return tirx.call_extern("float32", PREFIX + "told", pointer, ring, key_tile())
 
 
 def name_of(call):

@@ -7,8 +7,10 @@ bytes, of the last of which a product may take the first half or quarters alone.
 
 Names: `wgmma_<product>_<dtype>_<sizes>`; `register` makes those of a tile known to TVM.
 """
+from tvm import tirx
 from tvm.s_tir import TensorIntrin
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
 
 from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES, check_bijection, fragment_place
@@ -85,54 +87,85 @@ def _descriptor(address, line_bytes, leading_bytes):
     return layout | T.uint64(fixed) | T.cast(T.shift_right(T.bitwise_and(address, 0x3FFFF), 4), "uint64")
 
 
-def wgmma_qk(dtype, q_tile, kv_tile, head_dim):
-    """Description and implementation of S += Q K^T on a warp's 16 rows, all keys and channels; issues the product, does not wait."""
-    chunk, registers, kind = chunk_of(head_dim), kv_tile // 2, PTX_DTYPE[dtype]
-    chunks, line = chunks_of(head_dim), chunk * ELEMENT_BYTES
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{kv_tile}k16.f32.{kind}.{kind}"
+def wgmma_scores(dtype, rows, columns, channels, own, other, transposed=False, in_turn=False):
+    """Description and implementation of S += A B^T on a warp's 16 rows of A, all rows of B and all channels; issues the product, does not
+    wait for it, but for B.
+
+    rows, columns  rows of the tiles A and B, whose rings are `own` and `other`
+    transposed     whether S and its operands are declared the other way round: A's rows, the fragment's, are the second axis
+    in_turn        whether warpgroups take turns at issuing it
+    """
+    chunk, registers, kind = chunk_of(channels), columns // 2, PTX_DTYPE[dtype]
+    chunks, line = chunks_of(channels), chunk * ELEMENT_BYTES
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
     steps = chunk // STEP  # of one line
+    m, n = (columns, WARP_ROWS) if transposed else (WARP_ROWS, columns)
+
+    def place(i, j):
+        return accumulator_place(j, i) if transposed else accumulator_place(i, j)
 
     @T.prim_func(s_tir=True)
     def meaning(q: T.handle, k: T.handle, s: T.handle) -> None:
-        Q = _shared(q, dtype, chunks, WARP_ROWS, chunk, True)
-        K = _shared(k, dtype, chunks, kv_tile, chunk)
+        Q = _shared(q, dtype, chunks, m, chunk, not transposed)
+        K = _shared(k, dtype, chunks, n, chunk, transposed)
         S = _registers(s, "float32", registers)
         with T.sblock("root"):
-            T.reads(S[0:LANES, 0:registers], Q[0:chunks, 0:WARP_ROWS, 0:chunk], K[0:chunks, 0:kv_tile, 0:chunk])
+            T.reads(S[0:LANES, 0:registers], Q[0:chunks, 0:m, 0:chunk], K[0:chunks, 0:n, 0:chunk])
             T.writes(S[0:LANES, 0:registers])
-            for i, j, c in T.grid(WARP_ROWS, kv_tile, head_dim):
+            for i, j, c in T.grid(m, n, channels):
                 with T.sblock("S"):
                     vi, vj, vc = T.axis.remap("SSR", [i, j, c])
-                    lane, register = T.meta_var(accumulator_place(vi, vj))
+                    lane, register = T.meta_var(place(vi, vj))
                     S[lane, register] = S[lane, register] + (
                         T.cast(Q[vc // chunk, vi, vc % chunk], "float32") * T.cast(K[vc // chunk, vj, vc % chunk], "float32"))
 
     @T.prim_func(s_tir=True)
     def spelling(q: T.handle, k: T.handle, s: T.handle) -> None:
-        Q = _shared(q, dtype, chunks, WARP_ROWS, chunk, True)
-        K = _shared(k, dtype, chunks, kv_tile, chunk)
+        Q = _shared(q, dtype, chunks, m, chunk, not transposed)
+        K = _shared(k, dtype, chunks, n, chunk, transposed)
         S = _registers(s, "float32", registers)
         with T.sblock("root"):
-            T.reads(S[0:LANES, 0:registers], Q[0:chunks, 0:WARP_ROWS, 0:chunk], K[0:chunks, 0:kv_tile, 0:chunk])
+            T.reads(S[0:LANES, 0:registers], Q[0:chunks, 0:m, 0:chunk], K[0:chunks, 0:n, 0:chunk])
             T.writes(S[0:LANES, 0:registers])
+            A, B = T.meta_var((K, Q) if transposed else (Q, K))
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
-                T.evaluate(events.wait_full(events.K))
-                T.evaluate(events.take_turn())
+                T.evaluate(events.wait_full(other))
+                if in_turn:
+                    T.evaluate(events.take_turn())
                 for register in T.unroll(registers):
                     _keep(S[lane, register])
                 T.evaluate(T.ptx.wgmma.fence.sync.aligned())
                 q_rows: T.let[T.uint64] = _descriptor(
-                    _address(T.address_of(Q[0, 0, 0])) - events.group_bytes(WARP_ROWS * line) + events.slot_bytes(events.Q), line, STEP)
-                k_rows: T.let[T.uint64] = _descriptor(_address(T.address_of(K[0, 0, 0])) + events.slot_bytes(events.K), line, STEP)
-                for step in T.unroll(head_dim // STEP):
+                    _address(T.address_of(A[0, 0, 0])) - events.group_bytes(WARP_ROWS * line) + events.slot_bytes(own), line, STEP)
+                k_rows: T.let[T.uint64] = _descriptor(_address(T.address_of(B[0, 0, 0])) + events.slot_bytes(other), line, STEP)
+                for step in T.unroll(channels // STEP):
                     T.evaluate(T.ptx[instruction](
                         *[S[lane, register] for register in range(registers)],
-                        q_rows + T.cast(step // steps * (q_tile * line >> 4) + step % steps * 2, "uint64"),
-                        k_rows + T.cast(step // steps * (kv_tile * line >> 4) + step % steps * 2, "uint64"),
+                        q_rows + T.cast(step // steps * (rows * line >> 4) + step % steps * 2, "uint64"),
+                        k_rows + T.cast(step // steps * (columns * line >> 4) + step % steps * 2, "uint64"),
                         step != 0, 1, 1, 0, 0))
                 T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
 
     return meaning, spelling
+
+
+def _issue_sum(O, P, V, lane, ring, dtype, terms, channels):
+    """Statements that issue O += P V, P from registers and V, whose channels lie side by side, from shared memory."""
+    line = chunk_of(channels) * ELEMENT_BYTES
+    kind, registers = PTX_DTYPE[dtype], channels // 2
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{channels}k16.f32.{kind}.{kind}"
+    with T.unroll(registers) as register:
+        IRBuilder.name("register", register)
+        _keep(O[lane, register])
+    T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+    v_rows = T.bind(_descriptor(_address(T.address_of(V[0, 0, 0])) + events.slot_bytes(ring), line, terms * line),
+                    var=tirx.Var("v_rows", "uint64"))
+    with T.unroll(terms // STEP) as step:
+        IRBuilder.name("step", step)
+        T.evaluate(T.ptx[instruction](
+            *[O[lane, register] for register in range(registers)], *[_pair(P, lane, step * 8 + 2 * pair) for pair in range(4)],
+            v_rows + T.cast(step * (STEP * line >> 4), "uint64"), True, 1, 1, 1))
+    T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
 
 
 def wgmma_pv(dtype, kv_tile, value_dim):
@@ -140,9 +173,7 @@ def wgmma_pv(dtype, kv_tile, value_dim):
 
     The init of this reduction reads the old accumulator and the rescale factor, see schedules.intrinsics.mma.mma_pv.
     """
-    chunk, p_registers, o_registers, kind = chunk_of(value_dim), kv_tile // 2, value_dim // 2, PTX_DTYPE[dtype]
-    chunks, line = chunks_of(value_dim), chunk * ELEMENT_BYTES
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{value_dim}k16.f32.{kind}.{kind}"
+    chunk, chunks, p_registers, o_registers = chunk_of(value_dim), chunks_of(value_dim), kv_tile // 2, value_dim // 2
 
     @T.prim_func(s_tir=True)
     def meaning(o: T.handle, r: T.handle, a: T.handle, p: T.handle, v: T.handle) -> None:
@@ -179,17 +210,47 @@ def wgmma_pv(dtype, kv_tile, value_dim):
             T.writes(O[0:LANES, 0:o_registers])
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
                 T.evaluate(events.wait_full(events.V))
-                for register in T.unroll(o_registers):
-                    _keep(O[lane, register])
-                T.evaluate(T.ptx.wgmma.fence.sync.aligned())
-                v_rows: T.let[T.uint64] = _descriptor(
-                    _address(T.address_of(V[0, 0, 0])) + events.slot_bytes(events.V), line, kv_tile * line)
-                for step in T.unroll(kv_tile // STEP):
-                    T.evaluate(T.ptx[instruction](
-                        *[O[lane, register] for register in range(o_registers)],
-                        *[_pair(P, lane, step * 8 + 2 * pair) for pair in range(4)],
-                        v_rows + T.cast(step * (STEP * line >> 4), "uint64"), True, 1, 1, 1))
-                T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+                _issue_sum(O, P, V, lane, events.V, dtype, kv_tile, value_dim)
+
+    return meaning, spelling
+
+
+def wgmma_sum(dtype, terms, channels, ring):
+    """Description and implementation of X += P V on a warp's 16 rows, for a reduction whose init reads the old accumulator alone; P comes
+    from registers. V, whose ring is given, must be there: another product has waited for it. Issues the product, does not wait.
+    """
+    chunk, chunks, p_registers, x_registers = chunk_of(channels), chunks_of(channels), terms // 2, channels // 2
+
+    @T.prim_func(s_tir=True)
+    def meaning(x: T.handle, a: T.handle, p: T.handle, v: T.handle) -> None:
+        X = _registers(x, "float32", x_registers)
+        A = _registers(a, "float32", x_registers)
+        P = _registers(p, dtype, p_registers)
+        V = _shared(v, dtype, chunks, terms, chunk)
+        with T.sblock("root"):
+            T.reads(X[0:LANES, 0:x_registers], A[0:LANES, 0:x_registers], P[0:LANES, 0:p_registers], V[0:chunks, 0:terms, 0:chunk])
+            T.writes(X[0:LANES, 0:x_registers])
+            for i, c, j in T.grid(WARP_ROWS, channels, terms):
+                with T.sblock("X"):
+                    vi, vc, vj = T.axis.remap("SSR", [i, c, j])
+                    lane, register = T.meta_var(accumulator_place(vi, vc))
+                    p_lane, p_register = T.meta_var(accumulator_place(vi, vj))
+                    T.reads(X[lane, register], A[lane, register], P[p_lane, p_register], V[vc // chunk, vj, vc % chunk])
+                    T.writes(X[lane, register])
+                    X[lane, register] = X[lane, register] + (
+                        T.cast(P[p_lane, p_register], "float32") * T.cast(V[vc // chunk, vj, vc % chunk], "float32"))
+
+    @T.prim_func(s_tir=True)
+    def spelling(x: T.handle, a: T.handle, p: T.handle, v: T.handle) -> None:
+        X = _registers(x, "float32", x_registers)
+        A = _registers(a, "float32", x_registers)
+        P = _registers(p, dtype, p_registers)
+        V = _shared(v, dtype, chunks, terms, chunk)
+        with T.sblock("root"):
+            T.reads(X[0:LANES, 0:x_registers], A[0:LANES, 0:x_registers], P[0:LANES, 0:p_registers], V[0:chunks, 0:terms, 0:chunk])
+            T.writes(X[0:LANES, 0:x_registers])
+            for lane in T.thread_binding(0, LANES, "threadIdx.x"):
+                _issue_sum(X, P, V, lane, ring, dtype, terms, channels)
 
     return meaning, spelling
 
@@ -202,12 +263,15 @@ def _pair(P, lane, register):
     return T.cuda.func_call("flashtir_pair", T.address_of(P[lane, register]), source_code=PAIR, return_type="uint32")
 
 
-def ready(columns, ring):
+def ready(columns, waits, releases=(), transposed=False):
     """Description and implementation of the copy that waits for a product: the accumulator's registers hold it from here on.
 
-    ring  events.K: the scores, behind which the product of the tile before may still run; events.V: that product
+    waits       calls that together wait for it, behind which other products may still run
+    releases    rings whose tiles nobody reads from here on
+    transposed  whether the matrix is declared with the fragment's rows as its second axis
     """
-    registers = columns // 2
+    registers, released = columns // 2, [events.release(ring) for ring in releases]
+    m, n = (columns, WARP_ROWS) if transposed else (WARP_ROWS, columns)
 
     @T.prim_func(s_tir=True)
     def meaning(a: T.handle, b: T.handle) -> None:
@@ -216,10 +280,10 @@ def ready(columns, ring):
         with T.sblock("root"):
             T.reads(A[0:LANES, 0:registers])
             T.writes(B[0:LANES, 0:registers])
-            for i, j in T.grid(WARP_ROWS, columns):
+            for i, j in T.grid(m, n):
                 with T.sblock("ready"):
                     vi, vj = T.axis.remap("SS", [i, j])
-                    lane, register = T.meta_var(accumulator_place(vi, vj))
+                    lane, register = T.meta_var(accumulator_place(vj, vi) if transposed else accumulator_place(vi, vj))
                     B[lane, register] = A[lane, register]
 
     @T.prim_func(s_tir=True)
@@ -230,18 +294,24 @@ def ready(columns, ring):
             T.reads(A[0:LANES, 0:registers])
             T.writes(B[0:LANES, 0:registers])
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
-                if ring == events.K:
-                    T.evaluate(events.pass_turn())
-                    T.evaluate(events.wait_scores())
-                else:
-                    T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+                _evaluate(waits)
                 for register in T.unroll(registers):
                     _keep(A[lane, register])
-                T.evaluate(events.release(ring))
+                _evaluate(released)
                 for register in T.unroll(registers):
                     B[lane, register] = A[lane, register]
 
     return meaning, spelling
+
+
+def _evaluate(calls):
+    for call in calls:
+        T.evaluate(call)
+
+
+def behind(products):
+    """Calls that wait for a product behind which so many others have been issued."""
+    return [T.ptx.wgmma.wait_group.sync.aligned(products)]
 
 
 def names(dtype, q_tile, kv_tile, head_dim, value_dim):
@@ -252,7 +322,9 @@ def names(dtype, q_tile, kv_tile, head_dim, value_dim):
 
 def register(dtype, q_tile, kv_tile, head_dim, value_dim):
     """Make known what products of element type `dtype` need at these sizes."""
-    pairs = {"qk": wgmma_qk(dtype, q_tile, kv_tile, head_dim), "pv": wgmma_pv(dtype, kv_tile, value_dim),
-             "scores": ready(kv_tile, events.K), "output": ready(value_dim, events.V)}
+    pairs = {"qk": wgmma_scores(dtype, q_tile, kv_tile, head_dim, events.Q, events.K, in_turn=True),
+             "pv": wgmma_pv(dtype, kv_tile, value_dim),
+             "scores": ready(kv_tile, [events.pass_turn(), events.wait_scores()], [events.K]),
+             "output": ready(value_dim, behind(0), [events.V])}
     for what, name in names(dtype, q_tile, kv_tile, head_dim, value_dim).items():
         TensorIntrin.register(name, *pairs[what], override=True)

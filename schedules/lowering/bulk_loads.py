@@ -23,6 +23,8 @@ from schedules.lowering.rewrite import function_pass, substitute
 from te_defs.lengths import SEQUENCE_ROWS
 
 BULK_LOAD = "flashtir.bulk_load"
+#: Blocks of what is done with a tile that comes by, inside the loop over these.
+TURNS = ("kv", "rows")
 #: cuTensorMapEncodeTiled: no interleave, swizzle of 64 or 128 bytes, L2 promotion of 128 bytes, zeros past the end.
 INTERLEAVE_NONE, SWIZZLE, PROMOTE, FILL_ZERO = 0, {64: 2, 128: 3}, 2, 0
 
@@ -53,17 +55,25 @@ def _require(condition, block, wanted, found):
 
 @function_pass("flashtir.LowerBulkLoads")
 def lower_bulk_loads(func):
-    """Replace annotated blocks by bulk_load events, and bind the key tile of every event to the key loop's index."""
+    """Replace annotated blocks by bulk_load events, and bind the key tile of every event to the number of the turn."""
     def replace(block):
         if BULK_LOAD in block.annotations:
             return _with_body(block, tirx.Evaluate(_event(block, events.RINGS.index(str(block.annotations[BULK_LOAD])))))
-        if block.name_hint == "kv":
-            tile = block.iter_vars[0].var
-            return _with_body(block, tvm_ffi.structural_map(
-                block.body, (tvm.ir.Call, lambda call: tile if events.name_of(call) == "key_tile" else call)))
         return block
 
-    return func.with_body(tvm_ffi.structural_map(func.body, (s_stmt.SBlock, replace)))
+    def bind(loop):
+        block = getattr(loop.body, "block", None)
+        if block is None or block.name_hint not in TURNS:
+            return loop
+        *outer, turn = (iter_var.var for iter_var in block.iter_vars)
+        for head in outer:  # the turns of one query head after those of the other
+            turn = head * loop.extent + turn
+        body = _with_body(block, tvm_ffi.structural_map(
+            block.body, (tvm.ir.Call, lambda call: turn if events.name_of(call) == "key_tile" else call)))
+        realize = s_stmt.SBlockRealize(loop.body.iter_values, loop.body.predicate, body)
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, realize, loop.thread_binding, loop.annotations, loop.step)
+
+    return func.with_body(tvm_ffi.structural_map(func.body, ((s_stmt.SBlock, replace), (tirx.For, bind))))
 
 
 def _with_body(block, body):
@@ -116,11 +126,10 @@ def _event(block, ring):
         exact = tvm_ffi.structural_equal(held, wanted) and _chunks(size_channels, chunk) == int(chunks)
     _require(exact, block, "bounded by the channels of its tensor", f"{channels.extent} channels, bound {channel_bound}")
     address = tirx.address_of(tirx.BufferLoad(store.buffer, [_int(0)] * 3))
-    key_tile = events.key_tile() if ring != events.Q else _int(0)
     if not _is_sequence(size):
         row = row + tirx.max(1 - size_rows, _int(0))  # an empty tensor is described as one row, which must not be read
     return events.bulk_load(_int(ring), address, load.source.data, size_rows, heads, size_batch, box_rows, size_channels, chunk,
-                            *strides, first, size, row, head, batch, key_tile)
+                            *strides, first, size, row, head, batch, events.key_tile())
 
 
 def _is_sequence(size):
@@ -236,6 +245,11 @@ def load_instructions(call, tensor_map, coordinates, entry_rows, address, barrie
         place = row, head, batch
     return [load(address + tirx.const(number * box_rows * chunk * ELEMENT_BYTES, "uint32"), number * chunk, *place)
             for number in range(_chunks(channels, chunk))]
+
+
+def is_loaded_once(call):
+    """Whether a bulk_load event stands outside the loop over the tiles that come by."""
+    return events.name_of(call.args[-1]) == "key_tile"
 
 
 def tensor_of(call):

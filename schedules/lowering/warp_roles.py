@@ -15,9 +15,10 @@ from tvm.script import tirx as T
 
 from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
-from schedules.intrinsics.wgmma import ELEMENT_BYTES, GROUP_WARPS
-from schedules.lowering import bulk_loads, order_of_work, rewrite, work_tiles
+from schedules.intrinsics.wgmma import GROUP_WARPS
+from schedules.lowering import bulk_loads, order_of_work, rewrite, row_statistics, work_tiles
 from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
+from schedules.lowering.rings import Rings
 from te_defs.lengths import FIRST_ROW, Part
 
 #: Fields of the plan that stand as annotations on block `attn`, and as attributes of the function later, behind PREFIX.
@@ -31,19 +32,8 @@ ROWS = (FIRST_ROW, *(field.name for field in fields(Part)))
 
 GROUP = LANES * GROUP_WARPS
 REGISTERS_PER_SM = 65536
-BARRIER_BYTES = 8
 #: What setmaxnreg takes at most, and the multiple that it wants.
 MOST_REGISTERS, REGISTER_STEP = 240, 8
-
-
-def barrier_bytes(stages, query_stages):
-    """Shared memory of the barriers: a full and an empty one for each copy of a tile of Q, K and V."""
-    return 2 * (query_stages + 2 * stages) * BARRIER_BYTES
-
-
-def bookkeeping_bytes(stages, query_stages):
-    """Shared memory of barriers, and of what the loader tells about each copy of Q."""
-    return barrier_bytes(stages, query_stages) + query_stages * rewrite.FACT_BYTES
 
 
 def _share(groups):
@@ -87,8 +77,8 @@ def split_roles(func):
         if _thread_tag(mark) != "blockIdx.x":
             return mark
         roles, kernel = _launch(func, mark)
-        queries = bulk_loads.tensor_of(roles.loads[events.Q])
-        maps = (bulk_loads.encode_tensor_map(roles.maps[ring], call, stand_in=queries) for ring, call in roles.loads.items())
+        stays = bulk_loads.tensor_of(roles.loads[min(roles.stays)])  # a tensor that is not empty, or there is no grid
+        maps = (bulk_loads.encode_tensor_map(roles.maps[ring], call, stand_in=stays) for ring, call in roles.loads.items())
         entries = (tirx.Bind(roles.entry_rows[ring], bulk_loads.rows_of_entry(call)) for ring, call in roles.loads.items()
                    if bulk_loads.in_sequence(call))
         return _sequence([*maps, *entries, kernel])
@@ -120,7 +110,7 @@ def _launch(func, grid):
     program = [stmt for stmt in program if not isinstance(stmt, tirx.AllocBuffer)]
     roles = _Roles(func, grid, program, threads)
     body, queries = roles.block(), roles.loads[events.Q]
-    if bulk_loads.in_sequence(queries):  # blocks whose tile lies past the end of its sequence have no work
+    if events.Q in roles.stays and bulk_loads.in_sequence(queries):  # blocks whose tile lies past the end of its sequence have no work
         reads = [stmt for stmt in program if isinstance(stmt, tirx.Bind) and stmt.var.name in ROWS]
         body = _sequence([*reads, tirx.IfThenElse(bulk_loads.tile_exists(queries), body, None)])
     for tag, extent in (("threadIdx.y", roles.warps + GROUP_WARPS), ("threadIdx.x", LANES)):
@@ -129,7 +119,7 @@ def _launch(func, grid):
         body = tirx.AttrStmt(axis, "thread_extent", _number(extent), body)
     # One block on a multiprocessor: the register count at entry then leaves room for setmaxnreg.
     body = tirx.AttrStmt(_number(0), "tirx.launch_bounds_min_blocks_per_sm", _number(1), body)
-    body, allocations = roles.place_tiles(body, allocations)
+    body, allocations = roles.rings.place_tiles(body, allocations)
     body = tirx.SeqStmt([*allocations, body])
     return roles, tirx.AttrStmt(grid.node, grid.attr_key, grid.value, body)
 
@@ -139,8 +129,11 @@ def _sequence(stmts):
     return stmts[0] if len(stmts) == 1 else tirx.SeqStmt(stmts)
 
 
+LOADER, TELLER, CONSUMER = "loader", "teller", "consumer"
+
+
 class _Roles:
-    """The two roles of one kernel."""
+    """The roles of one kernel."""
 
     def __init__(self, func, grid, program, threads):
         self.grid, self.program, self.waves = grid, program, None
@@ -153,59 +146,48 @@ class _Roles:
         self.warps = int(threads["threadIdx.y"].value)
         self.groups = self.warps // GROUP_WARPS
         self.warp = tirx.Var("warp", "int32")
-        self.loads = {int(call.args[1]): call for call in work_tiles.events_in(program, "bulk_load")}
+        self.rings = Rings(program, self.stages, self.query_stages)
+        self.loads, self.stays = self.rings.loads, self.rings.stays
+        self.peeled = any(isinstance(call.args[-1], tirx.IntImm) for call in work_tiles.events_in(program, "wait_full"))
         self.maps = {ring: tirx.Var(f"{events.RINGS[ring]}_map", bulk_loads.tensor_map_type()) for ring in self.loads}
         self.entry_rows = {ring: tirx.Var(f"{events.RINGS[ring]}_entry_rows", "int32") for ring in self.loads}
-        self.tile_bytes = {ring: bulk_loads.box_bytes(call) for ring, call in self.loads.items()}
-        elements = self.offset(None) + bookkeeping_bytes(self.stages, self.query_stages) // ELEMENT_BYTES
-        self.shared = tirx.decl_buffer((elements,), bulk_loads.tile_of(self.loads[events.Q]).dtype, "shared", scope="shared.dyn")
 
     def block(self):
         """What all threads of a block do."""
         consumer = consumer_registers(self.groups, self.loader_registers)
         lead = tirx.And(tirx.EQ(self.thread_warp, _number(self.warps)), tirx.EQ(self.lane, _number(0)))
-        load = tirx.SeqStmt([_evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](self.loader_registers)),
-                             tirx.IfThenElse(lead, self.program_of(True), None)])
+        load = [_evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](self.loader_registers)),
+                tirx.IfThenElse(lead, self.program_of(LOADER), None)]
+        if self.rings.numbers:
+            load.append(tirx.IfThenElse(tirx.EQ(self.warp, _number(self.warps + 1)), self.program_of(TELLER), None))
         compute = _sequence([_evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](consumer)), *self.first_turn(),
-                             self.program_of(False), *self.last_turn()])
+                             self.program_of(CONSUMER), *self.last_turn()])
         shuffled = T.cuda._shfl_sync(_number(FULL_WARP, "uint32"), self.thread_warp, 0, LANES)
         return _sequence([
             self.initialise(), _evaluate(T.cuda.cta_sync()),
             tirx.Bind(self.warp, shuffled),  # the same in all lanes, which the compiler cannot know of threadIdx.y
-            tirx.IfThenElse(tirx.GE(self.warp, _number(self.warps)), load, compute)])
+            tirx.IfThenElse(tirx.GE(self.warp, _number(self.warps)), tirx.SeqStmt(load), compute)])
 
     def initialise(self):
-        """One thread sets up the barriers: a full one waits for the loader's thread, an empty one for each consumer warpgroup, whose warps
-        finish a product together. What the loader tells beside the queries, each warp reads by itself."""
+        """One thread sets up the barriers: a full one waits for the loader's thread and for each warp's worth of numbers that go with the
+        tile, an empty one for each consumer warpgroup, whose warps finish a product together. What the loader tells beside the queries,
+        each warp reads by itself."""
         inits = []
         for ring in self.loads:
             readers = self.groups + (self.warps if ring == events.Q and self.shared_decode else 0)
-            for copy in range(self.copies(ring)):
+            writers = 1 + self.rings.numbers_of(ring) // LANES
+            for copy in range(self.rings.copies(ring)):
                 for empty in (0, 1):
-                    address = self.barrier(ring, _number(copy), empty)
-                    inits.append(_evaluate(T.ptx.mbarrier.init.shared.b64(address, _number(readers if empty else 1, "uint32"))))
+                    address = self.rings.barrier(ring, _number(copy), empty)
+                    inits.append(_evaluate(T.ptx.mbarrier.init.shared.b64(address, _number(readers if empty else writers, "uint32"))))
         first = tirx.And(tirx.EQ(self.thread_warp, _number(0)), tirx.EQ(self.lane, _number(0)))
         return tirx.IfThenElse(first, tirx.SeqStmt([*inits, _evaluate(T.ptx.fence.proxy.async_.shared__cta())]), None)
 
-    def offset(self, ring):
-        """First element of a ring in shared memory; for None the first behind all of them. Boxes are whole swizzle periods of 1 KiB."""
-        before = [other for other in self.loads if ring is None or other < ring]
-        return sum(self.tile_bytes[other] * self.copies(other) for other in before) // ELEMENT_BYTES
-
-    def copies(self, ring):
-        return self.query_stages if ring == events.Q else self.stages
-
-    def barrier(self, ring, copy, empty):
-        """Shared address of a barrier: for each ring first the full ones, then the empty ones."""
-        first = 2 * sum(self.copies(other) for other in self.loads if other < ring)
-        index = copy + (first + empty * self.copies(ring))
-        base = T.cuda.cvta_generic_to_shared(tirx.address_of(tirx.BufferLoad(self.shared, [_number(self.offset(None))])))
-        return base + tirx.Cast("uint32", index * BARRIER_BYTES)
-
-    def program_of(self, loads):
+    def program_of(self, role):
         """One role's program over all work tiles of the block."""
+        loads = role == LOADER
         if self.waves is None:
-            return self.cut(_sequence(self.program), loads, _number(0), _number(0))
+            return self.cut(_sequence(self.program), role, _number(0), _number(0))
         # Rings run on from one work tile to the next: the queries' by waves, those of keys and values by the key tiles before this one.
         counts = tirx.decl_buffer((1,), "int32", "counts", scope="local")
         keys, loop, guard = tirx.BufferLoad(counts, [_number(0)]), self.waves, self.waves.body
@@ -213,7 +195,7 @@ class _Roles:
         work = work_tiles.flat(guard.then_case if isinstance(guard, tirx.IfThenElse) else guard)
         last_key_tile = work_tiles.events_in(work, "wait_full")[-1].args[-1]
         work = work_tiles.release_queries(work_tiles.keys_first(work))
-        body = _sequence([self.cut(_sequence(work), loads, keys, wave), tirx.BufferStore(counts, keys + last_key_tile + 1, [_number(0)])])
+        body = _sequence([self.cut(_sequence(work), role, keys, wave), tirx.BufferStore(counts, keys + last_key_tile + 1, [_number(0)])])
         if isinstance(guard, tirx.IfThenElse):
             body = tirx.IfThenElse(guard.condition, body, _sequence(self.no_work(wave)) if loads and self.shared_decode else None)
         if self.shared_decode and not loads:
@@ -227,53 +209,52 @@ class _Roles:
         return _sequence([tirx.AllocBuffer(counts), tirx.BufferStore(counts, _number(0), [_number(0)]),
                           tirx.For(wave, loop.min, loop.extent, loop.kind, body, None, {"disable_unroll": True}, loop.step)])
 
-    def facts(self, wave):
-        """Shared address of what the loader tells the consumers about the work tile of a wave."""
-        first = self.offset(None) + barrier_bytes(self.stages, self.query_stages) // ELEMENT_BYTES
-        base = T.cuda.cvta_generic_to_shared(tirx.address_of(tirx.BufferLoad(self.shared, [_number(first)])))
-        return base + tirx.Cast("uint32", tirx.truncmod(wave, _number(self.query_stages)) * rewrite.FACT_BYTES)
-
     def take_work(self, wave):
         """Statements by which a consumer learns what its work tile is: the divisions that tell are the loader's, which has the time."""
-        copy, phase = self.turn(events.Q, _number(0), wave, _number(0))
-        calls = (T.cuda.mbarrier_wait(self.barrier(events.Q, copy, 0), phase),
-                 tirx.call_extern("int32", rewrite.TAKE_FACTS, self.facts(wave)), T.cuda.warp_sync())
+        copy, phase = self.rings.turn(events.Q, _number(0), wave, _number(0))
+        calls = (T.cuda.mbarrier_wait(self.rings.barrier(events.Q, copy, 0), phase),
+                 tirx.call_extern("int32", rewrite.TAKE_FACTS, self.rings.facts(wave)), T.cuda.warp_sync())
         return [*map(_evaluate, calls), self.arrive(events.Q, copy, tirx.EQ(self.lane, _number(0)))]
 
     def publish(self, wave):
         """Call by which the loader tells what the work tile is, once everybody has read what was told before."""
-        return tirx.call_extern("int32", rewrite.PUBLISH_FACTS, self.facts(wave), wave)
+        return tirx.call_extern("int32", rewrite.PUBLISH_FACTS, self.rings.facts(wave), wave)
 
     def no_work(self, wave):
         """Statements of the loader where a wave has no tile for this block."""
-        copy, phase = self.turn(events.Q, _number(0), wave, _number(0))
-        arrive = T.ptx.mbarrier.arrive.shared.b64(self.barrier(events.Q, copy, 0), _number(1, "uint32"))
-        return map(_evaluate, (T.cuda.mbarrier_wait(self.barrier(events.Q, copy, 1), 1 - phase), self.publish(wave), arrive))
+        copy, phase = self.rings.turn(events.Q, _number(0), wave, _number(0))
+        arrive = T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(events.Q, copy, 0), _number(1, "uint32"))
+        return map(_evaluate, (T.cuda.mbarrier_wait(self.rings.barrier(events.Q, copy, 1), 1 - phase), self.publish(wave), arrive))
 
-    def cut(self, stmt, loads, done, tiles):
-        """The loads of a statement, or all but the loads, with events expanded; None where nothing is left.
+    def cut(self, stmt, role, done, tiles):
+        """What a role does of a statement, with events expanded; None where nothing is left.
 
         done   key tiles of the work tiles before
         tiles  work tiles before, or the wave
         """
         if isinstance(stmt, tirx.SeqStmt):
-            parts = [part for part in (self.cut(part, loads, done, tiles) for part in stmt.seq) if part is not None]
+            parts = [part for part in (self.cut(part, role, done, tiles) for part in stmt.seq) if part is not None]
             return _sequence(parts) if parts else None
         if isinstance(stmt, tirx.For):
-            body = self.cut(stmt.body, loads, done, tiles)
+            body = self.cut(stmt.body, role, done, tiles)
             # Unrolled, the loader's loop would need more registers than it keeps.
-            annotations = {"disable_unroll": True} if loads else stmt.annotations
+            annotations = {"disable_unroll": True} if role != CONSUMER else stmt.annotations
             return body and tirx.For(stmt.loop_var, stmt.min, stmt.extent, stmt.kind, body, None, annotations, stmt.step)
         if isinstance(stmt, tirx.IfThenElse):
-            then, other = (case and self.cut(case, loads, done, tiles) for case in (stmt.then_case, stmt.else_case))
+            then, other = (case and self.cut(case, role, done, tiles) for case in (stmt.then_case, stmt.else_case))
             return tirx.IfThenElse(stmt.condition, then or _evaluate(0), other) if then or other else None
         if isinstance(stmt, tirx.AttrStmt):
-            body = self.cut(stmt.body, loads, done, tiles)
+            body = self.cut(stmt.body, role, done, tiles)
             return body and tirx.AttrStmt(stmt.node, stmt.attr_key, stmt.value, body)
-        if isinstance(stmt, tirx.Bind) and loads:
+        if isinstance(stmt, tirx.Bind) and role != CONSUMER:
             return stmt if stmt.var.name in ROWS else None  # the loader reads the lengths of a batch entry for itself
         name = events.name_of(stmt.value) if isinstance(stmt, tirx.Evaluate) else None
-        if (name == "bulk_load") != loads:
+        if name == "bulk_load" and role == CONSUMER:
+            ring = int(stmt.value.args[1])
+            # A peeled first turn waits for what stays by itself.
+            waits = [] if self.peeled or ring not in self.stays else self.wait_full(done, tiles, ring, _number(0))
+            return _sequence(map(_evaluate, waits)) if waits else None
+        if role != {"bulk_load": LOADER, "tell": TELLER}.get(name, CONSUMER):
             return None
         return self.expand(stmt, name, done, tiles)
 
@@ -290,40 +271,47 @@ class _Roles:
         stmt = tvm_ffi.structural_map(stmt, (tvm.ir.Call, inner))
         return substitute(stmt, {self.thread_warp: self.warp})
 
-    def turn(self, ring, done, tiles, key_tile):
-        """(copy, phase) of a ring for a key tile of this work tile, or for its queries."""
-        number, copies = tiles if ring == events.Q else done + key_tile, _number(self.copies(ring))
-        return tirx.truncmod(number, copies), tirx.truncmod(tirx.truncdiv(number, copies), _number(2))
-
     def bulk_load(self, done, tiles, ring, pointer, *rest):
         ring, (*coordinates, key_tile) = int(ring), rest[-6:]
-        copy, phase = self.turn(ring, done, tiles, key_tile)
-        full, bytes_ = self.barrier(ring, copy, 0), self.tile_bytes[ring]
+        copy, phase = self.rings.turn(ring, done, tiles, key_tile)
+        full, bytes_ = self.rings.barrier(ring, copy, 0), self.rings.tile_bytes[ring]
         address = T.cuda.cvta_generic_to_shared(pointer) + tirx.Cast("uint32", copy * bytes_)
-        return [T.cuda.mbarrier_wait(self.barrier(ring, copy, 1), 1 - phase),
+        return [T.cuda.mbarrier_wait(self.rings.barrier(ring, copy, 1), 1 - phase),
                 *([self.publish(tiles)] if ring == events.Q and self.shared_decode else []),
                 T.ptx.mbarrier.arrive.expect_tx.shared.b64(full, _number(bytes_, "uint32")),
                 *bulk_loads.load_instructions(self.loads[ring], self.maps[ring], coordinates, self.entry_rows[ring], address, full,
-                                              reused=ring != events.Q)]
+                                              reused=ring not in self.stays)]
+
+    def tell(self, done, tiles, pointer, ring, key_tile, value):
+        ring = int(ring)
+        copy, phase = self.rings.turn(ring, done, tiles, key_tile)
+        number = tirx.Var("number", "float32")  # on its way while the place is not free yet
+        arrive = T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(ring, copy, 0), _number(1, "uint32"))
+        return [tirx.Bind(number, value), T.cuda.mbarrier_wait(self.rings.barrier(ring, copy, 1), 1 - phase),
+                row_statistics.write(self.rings.place_of(pointer, copy), number), T.cuda.warp_sync(),
+                tirx.IfThenElse(tirx.EQ(self.lane, _number(0)), _evaluate(arrive), None)]
+
+    def told(self, done, tiles, pointer, ring, key_tile):
+        return row_statistics.read(self.rings.place_of(pointer, self.rings.turn(int(ring), done, tiles, key_tile)[0]))
 
     def wait_full(self, done, tiles, ring, key_tile):
         ring = int(ring)
-        copy, phase = self.turn(ring, done, tiles, key_tile)
+        copy, phase = self.rings.turn(ring, done, tiles, key_tile)
         first = isinstance(key_tile, tirx.IntImm) and ring == events.K and not self.shared_decode
         return [*(self.wait_full(done, tiles, events.Q, _number(0)) if first else []),
-                T.cuda.mbarrier_wait(self.barrier(ring, copy, 0), phase)]
+                T.cuda.mbarrier_wait(self.rings.barrier(ring, copy, 0), phase)]
 
     def release(self, done, tiles, ring, key_tile):
-        copy, _phase = self.turn(int(ring), done, tiles, key_tile)
+        copy, _phase = self.rings.turn(int(ring), done, tiles, key_tile)
         return [self.arrive(ring, copy, tirx.And(tirx.EQ(self.warp % GROUP_WARPS, _number(0)), tirx.EQ(self.lane, _number(0))))]
 
     def arrive(self, ring, copy, condition):
         """Statement by which the thread that a condition chooses says that a copy may be overwritten, as far as it is concerned."""
-        arrive = T.ptx.mbarrier.arrive.shared.b64(self.barrier(int(ring), copy, 1), _number(1, "uint32"))
+        arrive = T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(int(ring), copy, 1), _number(1, "uint32"))
         return tirx.IfThenElse(condition, _evaluate(arrive), None)
 
     def slot_bytes(self, done, tiles, ring, key_tile):
-        return self.turn(int(ring), done, tiles, key_tile)[0] * self.tile_bytes[int(ring)]
+        return self.rings.turn(int(ring), done, tiles, key_tile)[0] * self.rings.tile_bytes[int(ring)]
 
     def group_bytes(self, done, tiles, rows_bytes):
         return self.warp % GROUP_WARPS * rows_bytes
@@ -359,21 +347,6 @@ class _Roles:
         if not self.takes_turns:
             return []
         return [tirx.IfThenElse(tirx.LT(self.warp, _number(GROUP_WARPS)), _evaluate(self.named_barrier("sync", _number(0))), None)]
-
-    def place_tiles(self, body, allocations):
-        """The body with all shared tiles in one buffer, behind each other, and the allocations that are left.
-
-        One buffer, since the merging of shared allocations does not see that the address of a tile is taken.
-        """
-        offsets = {ring: self.offset(ring) for ring in self.loads}
-        tiles = {ring: bulk_loads.tile_of(call) for ring, call in self.loads.items()}
-
-        def place(load):
-            ring = next((ring for ring, tile in tiles.items() if tile.same_as(load.source)), None)
-            return load if ring is None else tirx.BufferLoad(self.shared, [load.indices[0] + offsets[ring]])
-        kept = [stmt for stmt in allocations if not any(stmt.buffer.same_as(tile) for tile in tiles.values())]
-        return tvm_ffi.structural_map(body, (tvm.ir.TensorLoad, place)), [*kept, tirx.AllocBuffer(self.shared)]
-
 
 #: Hides an expression behind a call, so that it is computed where it stands and not wherever its value is used.
 ONCE = "__device__ __forceinline__ int flashtir_once(int value) { return value; }\n"

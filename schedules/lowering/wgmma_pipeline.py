@@ -8,6 +8,7 @@ from tvm import tirx
 from schedules.lowering import pass_lists, rewrite
 from schedules.lowering.bulk_loads import lower_bulk_loads
 from schedules.lowering.polynomial_exp2 import share_exponentials
+from schedules.lowering.row_statistics import tell_statistics
 from schedules.lowering.software_pipeline import expand_overlap
 from schedules.lowering.warp_roles import read_roles, split_roles
 from schedules.lowering.wide_stores import wide_stores
@@ -18,6 +19,7 @@ CONFIG = pass_lists.UNROLLED_BY_NVCC
 pass_lists.register("flashtir_wgmma", [
     expand_overlap(),
     read_roles(),
+    tell_statistics(),
     lower_bulk_loads(),
     *pass_lists.blocks_to_loops(),
     *pass_lists.flatten(),

@@ -1,0 +1,69 @@
+"""What the two functions of te_defs/flash_attention_backward.py are made of, for families that schedule both by the same stages."""
+from dataclasses import dataclass
+
+from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product on tensor cores: block[row, column] += the sum of first[row, .] * second[column, .].
+
+    first, second  tiles in shared memory; None in the place of the first: a matrix in registers, which the block before has cast
+    turned         whether the second is read transposed on its way
+    transposed     whether it is declared with rows and columns the other way round
+    """
+
+    block: str
+    first: str | None
+    second: str
+    turned: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one of the two functions is made of.
+
+    rows      "i" or "j": whose rows stay, and are rows of the fragments
+    stays     loads of the tiles that stay; streams: of those that come by
+    products  Products in the order they run
+    scores    blocks of what is done with scores between the products
+    sums      (block that sets it, block that copies it back, block that stores it) for each accumulator
+    turn      block of what is done with a tile that comes by; statements: its leaves in program order, products in two parts
+    """
+
+    declare: object
+    rows: str
+    stays: tuple
+    streams: tuple
+    products: tuple
+    scores: tuple
+    sums: tuple
+    turn: str
+    statements: tuple
+
+    @property
+    def written(self):
+        """Blocks whose matrices stay in registers: scores, products and accumulators."""
+        return (*self.scores, *(product.block for product in self.products), *(init for init, _, _ in self.sums))
+
+    def transposes(self, block):
+        """Whether the matrix of a block lies transposed in registers: scores do where keys are the rows."""
+        return self.rows == "j" and block in ("S", "dP", *self.scores)
+
+    def tiles(self, plan):
+        """(rows of the tile that stays, rows of those that come by)."""
+        return (plan.q_tile, plan.kv_tile) if self.rows == "i" else (plan.kv_tile, plan.q_tile)
+
+
+DQ = Role(attention_dq, "i", ("Q_load", "dO_load"), ("K_load", "V_load"),
+          (Product("S", "Q_tile", "K_tile"), Product("dP", "dO_tile", "V_tile"), Product("dQ_acc_new", None, "K_tile", turned=True)),
+          ("P", "P_masked", "dS", "dS_cast"), (("dQ_acc_init", "dQ_acc", "dQ"),), "kv",
+          ("K_load", "V_load", "S_init", "S", "P", "P_masked", "dP_init", "dP", "dS", "dS_cast", "dQ_init", "dQ_acc_new", "dQ_acc"))
+DK_DV = Role(attention_dk_dv, "j", ("K_load", "V_load"), ("Q_load", "dO_load"),
+             (Product("S", "K_tile", "Q_tile", transposed=True), Product("dV_acc_new", None, "dO_tile", turned=True),
+              Product("dP", "V_tile", "dO_tile", transposed=True), Product("dK_acc_new", None, "Q_tile", turned=True)),
+             ("P", "P_masked", "P_cast", "dS", "dS_cast"), (("dK_acc_init", "dK_acc", "dK"), ("dV_acc_init", "dV_acc", "dV")), "rows",
+             ("Q_load", "dO_load", "LSE_load", "delta_load", "S_init", "S", "P", "P_masked", "P_cast", "dV_init", "dV_acc_new", "dP_init",
+              "dP", "dS", "dS_cast", "dK_init", "dK_acc_new", "dK_acc", "dV_acc"))
+ROLES = {"dq": DQ, "dk_dv": DK_DV}

@@ -1,0 +1,296 @@
+"""wgmma, backward: the two functions of te_defs/flash_attention_backward.py on Hopper's asynchronous tensor cores (FlashAttention-3).
+
+The idea is that of wgmma.py with the order of mma_backward.py. Each consumer warpgroup keeps 64 rows, of queries for dQ, of keys for dK
+and dV, and walks over the tiles of the other side, which a loader warpgroup brings through rings of shared memory; one of its warps brings
+LSE and delta of the queries on the same way. The rows that stay are those of the accumulators, so P and dS are, after a cast, the first
+operand of the products that add to dV, dK and dQ, straight from registers; the tile that was the second operand of S or dP is read once
+more, with its channels side by side. S and dP are issued together, and the product with P runs beside the arithmetic on dS.
+
+The budget. Per thread the accumulators take (D + DV) / 2 of 240 registers (dQ: D / 2), S and dP half of the rows of a tile that comes by
+each, and their casts half of that. Shared memory holds the tiles that stay once, and those that come by once for each stage of a ring.
+
+The finished nest of dK and dV, one line a group of blocks::
+
+    attn  @blockIdx.x
+      K_load V_load                               bulk loads
+      for e in query heads, t in query tiles      the second split in two where the mask ends
+        Q_load dO_load LSE_load delta_load        as far ahead as the rings reach
+        S dP                                      @warp: two chains of wgmma for each warpgroup
+        S_warp P P_masked P_cast                  the scores are awaited here; @warp @lane, registers
+        dV_acc_new                                @warp: a chain of wgmma, P from registers
+        dP_warp dS dS_cast                        the product with V is awaited here; @warp @lane, registers
+        dK_acc_new                                @warp: a chain of wgmma, dS from registers
+        dK_acc dV_acc                             both are awaited here
+      dK dV                                       @warp @lane
+"""
+from dataclasses import dataclass
+
+import tvm
+from tvm import s_tir
+from tvm.s_tir import TensorIntrin
+
+from schedules.families import wgmma_plan
+from schedules.families.backward_roles import ROLES
+from schedules.intrinsics import events
+from schedules.intrinsics import wgmma as intrinsics
+from schedules.intrinsics.mma import LANES
+from schedules.lowering import bulk_loads, rings, row_statistics, warp_roles, wgmma_pipeline
+from schedules.plan import Budget, Plan, first_of, fitting, require
+from schedules.stages import loops_of, own_fragment, own_output, read_index, unroll_all
+
+NAME = "wgmma_backward"
+PIPELINE = "flashtir_wgmma"
+CONFIG = wgmma_pipeline.CONFIG
+BINDS_AT = "bind_grid"
+MAX_SPILL_BYTES = 0
+
+
+@dataclass(frozen=True)
+class WgmmaBackwardPlan(Plan):
+    """Knobs of one of the two functions; the tile that stays has 64 rows for each consumer warpgroup.
+
+    stages            copies of the tiles that come by, in their rings
+    loader_registers  registers per thread that the loader warpgroup keeps, a multiple of 8; the consumers share the rest
+    """
+
+    stages: int = 2
+    loader_registers: int = 24
+
+
+#: What the roles of warps are told of a grid that is not persistent.
+ROLE_KNOBS = {"query_stages": 1, "ping_pong": 0, "order_of_work": 0, "shared_decode": 0}
+STATISTICS = ("LSE_load", "delta_load")
+#: Copies of products, as cache_read names them, with the block that reads the product first: later the places to wait for them.
+READY = {"S_warp": ("P", "S"), "dP_warp": ("dS", "dP")}
+#: Statements of a turn as they are executed, out of Role.statements and the waits.
+ORDER = {
+    "dq": ("K_load", "V_load", "S_init", "S", "dP_init", "dP", "S_warp", "P", "P_masked", "dP_warp", "dS", "dS_cast", "dQ_init",
+           "dQ_acc_new", "dQ_acc"),
+    "dk_dv": ("Q_load", "dO_load", "LSE_load", "delta_load", "S_init", "S", "dP_init", "dP", "S_warp", "P", "P_masked", "P_cast", "dV_init",
+              "dV_acc_new", "dP_warp", "dS", "dS_cast", "dK_init", "dK_acc_new", "dK_acc", "dV_acc"),
+}
+#: For each wait in a turn: (products that were issued behind the one it is for, rings whose tiles nobody reads any more).
+WAITS = {
+    "dq": {"S_warp": (1, ()), "dP_warp": (0, (events.V,)), "dQ_acc": (0, (events.K,))},
+    "dk_dv": {"S_warp": (1, ()), "dP_warp": (1, ()), "dK_acc": (0, (events.Q,)), "dV_acc": (0, (events.DO,))},
+}
+
+#: (q_tile, kv_tile, stages, loader_registers) for each role, by most channels. For dK and dV one of the loader's warps has indices of two
+#: loops in registers.
+TILES = {"dq": {64: (128, 128, 2, 24), 128: (128, 128, 2, 24)}, "dk_dv": {64: (96, 128, 2, 32), 128: (64, 128, 2, 32)}}
+
+
+def decline(workload, arch):
+    """Why this family does not take the workload, or None."""
+    reason = wgmma_plan.decline(workload, arch)
+    if reason is not None:
+        return reason
+    most = max(TILES["dq"])
+    if any(size % wgmma_plan.LEAST_DIM or size > most for size in (workload.head_dim, workload.value_dim)):
+        return f"head dimensions must be multiples of {wgmma_plan.LEAST_DIM} up to {most}, not {workload.head_dim} and {workload.value_dim}"
+    return None
+
+
+def default_plan(role, workload, arch):
+    """The tile for so many channels."""
+    channels = max(workload.head_dim, workload.value_dim)
+    plans = (WgmmaBackwardPlan(*tile) for most, tile in sorted(TILES[role].items()) if most >= channels)
+    return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
+
+
+def budget(role, workload, arch, plan):
+    """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
+    stays, streams = ROLES[role].tiles(plan)
+    d, dv, groups = workload.head_dim, workload.value_dim, stays // intrinsics.GROUP_ROWS
+    require(stays in (64, 128, 192), "the tile that stays must be 64 rows for each of one to three consumer warpgroups", stays,
+            "choose 64, 128 or 192")
+    require(streams % 16 == 0 and 16 <= streams <= 256, "the tile that comes by must be a multiple of 16 up to 256", streams, "round it")
+    require(plan.q_tile % row_statistics.ROWS == 0, f"q_tile must be a multiple of {row_statistics.ROWS}", plan.q_tile, "round it")
+    require(1 <= plan.stages <= 16, "stages must be from 1 to 16", plan.stages, "correct it")
+    copies = 1 if role == "dq" else plan.stages
+    shared = (2 * (stays + plan.stages * streams) * (d + dv) + 2 * row_statistics.NUMBER_BYTES * copies * plan.q_tile
+              + rings.bookkeeping_bytes(plan.stages, 1, stays=2))
+    casts = streams // 4 * (role == "dk_dv") + streams // 4
+    return Budget((
+        ("threads", warp_roles.GROUP * (groups + 1), arch.threads_per_block, "of a block"),
+        ("shared memory", shared, arch.smem_bytes, "bytes"),
+        ("registers, about", (d if role == "dq" else d + dv) // 2 + streams + casts,
+         warp_roles.consumer_registers(groups, plan.loader_registers), "per consumer"),
+    )).check(plan, arch)
+
+
+def compiler_options(plan):
+    """What ptxas is asked for: nothing but TVM's own choice."""
+    return {}
+
+
+def warps_of(role, plan):
+    """Consumer warps; each owns 16 of the rows that stay."""
+    return role.tiles(plan)[0] // intrinsics.WARP_ROWS
+
+
+def ring_of(tile):
+    """Ring of a tile by the start of its name, such as K_load or K_tile."""
+    return events.RINGS.index(tile.split("_")[0])
+
+
+def intrinsics_of(role, dtype, plan, d, dv):
+    """(name, description, implementation) of what a function needs at a plan, by the block that it replaces."""
+    stays, streams = ROLES[role].tiles(plan)
+    channels = {"Q_tile": d, "K_tile": d, "dO_tile": dv, "V_tile": dv}
+    made = {}
+    for product in ROLES[role].products:
+        size = channels[product.second]
+        if product.first is None:
+            made[product.block] = intrinsics.wgmma_sum(dtype, streams, size, ring_of(product.second))
+        else:
+            made[product.block] = intrinsics.wgmma_scores(
+                dtype, stays, streams, size, ring_of(product.first), ring_of(product.second), product.transposed)
+    for block, (behind, releases) in WAITS[role].items():
+        size = streams if block in READY else dv if block.startswith("dV") else d
+        made[block] = intrinsics.ready(size, intrinsics.behind(behind), releases, ROLES[role].transposes(block.removesuffix("_warp")))
+    return {block: (f"wgmma_{role}_{block}_{dtype}_{plan.q_tile}x{plan.kv_tile}x{d}x{dv}", *pair) for block, pair in made.items()}
+
+
+def declare(role, workload, plan):
+    """The plain function at the plan's tile; makes the intrinsics known that it will need."""
+    for intrinsic in intrinsics_of(role, workload.dtype, plan, workload.head_dim, workload.value_dim).values():
+        TensorIntrin.register(*intrinsic, override=True)
+    return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile)
+
+
+def layout_of(role, block):
+    """Index map of a block's matrix in accumulators: scores lie transposed where keys are the rows."""
+    turned = role.transposes(block.removesuffix("_warp"))
+    return (lambda i, j: intrinsics.accumulator_layout(j, i)) if turned else intrinsics.accumulator_layout
+
+
+def place_buffers(sch, plan, role):
+    """Tiles and statistics go to shared memory; everything between the products stays in registers. A copy of S and one of dP, later the
+    places to wait for them, go between these products and what is done with them."""
+    for first, product in READY.values():
+        sch.cache_read(first, read_index(sch, sch.get_sblock(first), product), "warp")
+    for block in (*role.stays, *role.streams, *STATISTICS):
+        sch.set_scope(block, 0, "shared.dyn")
+    for block in role.written:
+        sch.set_scope(block, 0, "warp")
+
+
+def lay_out_accumulators(sch, plan, role):
+    """Lay all matrices out as wgmma accumulators: [16-row step, lane, register]."""
+    for block in (*role.written, *READY):
+        sch.transform_layout(block, ("write", 0), layout_of(role, block))
+
+
+def lay_out_boxes(sch, plan, role):
+    """Lay the shared tiles out as the boxes that a bulk load writes, [chunk, row, channel of the chunk], and make each copy one block."""
+    for block in (*role.stays, *role.streams):
+        channels = int(sch.get(loops_of(sch, block)[-1]).extent)
+        sch.transform_layout(block, ("write", 0), intrinsics.box_layout(intrinsics.chunk_of(channels)))
+        sch.annotate(sch.blockize(loops_of(sch, block)[-2]), bulk_loads.BULK_LOAD, block.removesuffix("_load"))
+
+
+def tile_products(sch, plan, role):
+    """Give each warp its 16 rows of all products, all columns and the whole reduction: what one chain of wgmma computes."""
+    for product in role.products:
+        *plane, k = loops_of(sch, product.block)
+        rows = plane.pop(1 if product.transposed else 0)
+        warp, row = sch.split(rows, factors=[warps_of(role, plan), None])
+        whole, k = sch.split(k, factors=[1, None])
+        plane.insert(1 if product.transposed else 0, row)
+        sch.reorder(warp, whole, *plane, k)
+        sch.blockize(plane[0])
+
+
+def bind_grid(sch, plan, role):
+    """One thread block per tile that stays, head and batch entry, all on blockIdx.x: the other grid axes end at 65,535."""
+    sch.bind(sch.fuse(*loops_of(sch, "attn")), "blockIdx.x")
+
+
+def tell_statistics(sch, plan, role):
+    """LSE and delta come with the queries, by the lanes of one warp of the loader."""
+    for block in STATISTICS:
+        _turn, lane = sch.split(loops_of(sch, block)[-1], factors=[None, LANES])
+        sch.bind(lane, "threadIdx.x")
+        sch.annotate(sch.get_sblock(block), row_statistics.TELL, "Q")
+
+
+def bind_accumulators(sch, plan, role):
+    """Every lane computes the elements of scores and accumulators that its registers hold."""
+    warps = warps_of(role, plan)
+    for block in role.scores:
+        if role.rows == "j":
+            sch.reorder(*reversed(loops_of(sch, block, 2)))
+        own_fragment(sch, block, warps)
+    for init, _, store in role.sums:
+        own_fragment(sch, init, warps)
+        own_output(sch, store, warps)
+
+
+def bind_products(sch, plan, role):
+    """Warps take their rows of the products, and the products' first values get statements of their own."""
+    for product in role.products:
+        block = f"{product.block}_o"
+        warp, whole = loops_of(sch, block)
+        sch.bind(warp, "threadIdx.y")
+        init = sch.get_child_blocks(sch.decompose_reduction(block, whole))[0]
+        i, j = loops_of(sch, init, 2)
+        if product.transposed:
+            sch.reorder(j, i)
+            i, j = j, i
+        half, row = sch.split(i, factors=[2, 8])
+        column, quad, pair = sch.split(j, factors=[None, 4, 2])
+        sch.reorder(row, quad, column, half, pair)
+        sch.bind(sch.fuse(row, quad), "threadIdx.x")
+        unroll_all(sch, (column, half, pair))
+
+
+def use_tensor_cores(sch, plan, role):
+    """Replace the products by wgmma, and the copies behind them by waits."""
+    name = next(name for name, it in ROLES.items() if it is role)
+    tiles = {load: sch.get(sch.get_sblock(load)).writes[0].source for load in (*role.stays, *role.streams)}
+    d, dv = (int(tile.shape[0] * tile.shape[2]) for tile in (tiles["Q_load"], tiles["dO_load"]))
+    names = {block: it for block, (it, *_) in intrinsics_of(name, tiles["Q_load"].dtype, plan, d, dv).items()}
+    for block in WAITS[name]:
+        loops = loops_of(sch, block, 2)
+        at = int(role.transposes(block.removesuffix("_warp")))
+        warp, row = sch.split(loops[at], factors=[warps_of(role, plan), None])
+        loops[at] = row
+        sch.reorder(warp, *loops)
+        sch.bind(warp, "threadIdx.y")
+        sch.tensorize(loops[0], names[block])
+    for product in role.products:
+        sch.tensorize(loops_of(sch, product.block)[-3], names[product.block])
+
+
+def order_turn(sch, plan, role):
+    """Issue S and dP together and wait late, and ask for the warps' roles."""
+    name = next(name for name, it in ROLES.items() if it is role)
+    statements = list(role.statements)
+    for copy, (first, _) in READY.items():
+        statements.insert(statements.index(first), copy)
+    loop = loops_of(sch, role.turn)[-1]
+    sch.annotate(loop, "software_pipeline_stage", [0] * len(statements))
+    sch.annotate(loop, "software_pipeline_order", [ORDER[name].index(it) for it in statements])
+    attn = sch.get_sblock("attn")
+    for knob in warp_roles.KNOBS:
+        sch.annotate(attn, f"{warp_roles.PREFIX}{knob}", ROLE_KNOBS[knob] if knob in ROLE_KNOBS else getattr(plan, knob))
+
+
+STAGES = (place_buffers, lay_out_accumulators, lay_out_boxes, tile_products, bind_grid, tell_statistics, bind_accumulators, bind_products,
+          use_tensor_cores, order_turn)
+
+
+def schedule(role, workload, plan, stages=None):
+    """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
+    sch = s_tir.Schedule(tvm.IRModule({"main": declare(role, workload, plan)}), debug_mask=0)
+    for stage in STAGES[:stages]:
+        stage(sch, plan, ROLES[role])
+    return sch
+
+
+def build(role, workload, plan, arch):
+    """A function compiled for a GPU, as a runtime module; a compiler must be installed around the call (lowering.cuda_compile)."""
+    mod = tvm.IRModule({role: schedule(role, workload, plan).mod["main"].with_attr("global_symbol", role)})
+    with arch.target(), tvm.transform.PassContext(config=CONFIG):
+        return tvm.tirx.build(mod, target=arch.target(), pipeline=PIPELINE)

@@ -1,0 +1,63 @@
+"""The backward functions for wgmma: numbers on llvm up to the stage that binds threads, and what nvcc makes of the seeds."""
+import re
+
+import pytest
+
+from schedules.arch import cuda_arch
+from schedules.families import wgmma_backward
+from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
+from schedules.plan import PlanError
+from te_defs.workload import Workload
+from tests.backward import Scheduled, check_ragged, unbound
+
+ARCH = cuda_arch("sm_90a")
+PLANS = {"dq": wgmma_backward.WgmmaBackwardPlan(q_tile=64, kv_tile=32),
+         "dk_dv": wgmma_backward.WgmmaBackwardPlan(q_tile=32, kv_tile=64)}
+WORKLOADS = [Workload(64, 128, "float16", "causal"), Workload.parse("fwd_d64_dv64_bf16_window+softcap")]
+COMPILED = [Workload(128, 128, "float16", "causal"), Workload(64, 64, "bfloat16", "full")]
+CAUSAL = COMPILED[0]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
+def test_numbers_before_threads_are_bound(workload):
+    check_ragged(Scheduled(wgmma_backward, PLANS, workload, unbound(wgmma_backward)), workload)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", COMPILED, ids=lambda w: w.name)
+@pytest.mark.parametrize("role", PLANS)
+def test_seeds_compile_without_spills(toolkit, figures, role, workload):
+    plan = wgmma_backward.default_plan(role, workload, ARCH)
+    with cuda_compiler(toolkit, (ARCH.name,), CudaOptions(**wgmma_backward.compiler_options(plan))) as log:
+        module = wgmma_backward.build(role, workload, plan, ARCH)
+    kernel, source = log.last, module.imports[0].inspect_source()
+    assert kernel.warnings == () and kernel.most("static_smem_bytes") == 0
+    assert (kernel.most("stack_bytes"), kernel.most("spill_store_bytes"), kernel.most("spill_load_bytes")) == (0, 0, 0)
+    for instruction in ("wgmma.mma_async.sync.aligned.m64n", "cp.async.bulk.tensor.5d.shared::cluster", "setmaxnreg.inc"):
+        assert instruction in source
+    figures(f"wgmma backward {role} {workload.name} {ARCH.name}", {"registers": kernel.most("registers"), "spilled_bytes": 0})
+
+
+@pytest.mark.parametrize("workload, arch, reason", [
+    (CAUSAL, cuda_arch("sm_80"), r"sm_80 has no wgmma \(sm_90a has\)"),
+    (Workload(64, 64, "float32"), ARCH, "tensor cores take 16-bit inputs, not float32"),
+    (Workload(80, 64, "float16"), ARCH, "head dimensions must be multiples of 32 up to 128, not 80 and 64"),
+    (Workload(256, 256, "float16"), ARCH, "head dimensions must be multiples of 32 up to 128, not 256 and 256"),
+])
+def test_declines_with_a_reason(workload, arch, reason):
+    assert re.fullmatch(reason, wgmma_backward.decline(workload, arch))
+
+
+@pytest.mark.parametrize("role, changes, message", [
+    ("dq", dict(q_tile=96), "the tile that stays must be 64 rows for each of one to three consumer warpgroups, found 96"),
+    ("dk_dv", dict(kv_tile=256), "the tile that stays must be 64 rows for each of one to three consumer warpgroups, found 256"),
+    ("dq", dict(kv_tile=40), "the tile that comes by must be a multiple of 16 up to 256, found 40: round it"),
+    ("dk_dv", dict(q_tile=48), "q_tile must be a multiple of 32, found 48: round it"),
+    ("dk_dv", dict(stages=0), "stages must be from 1 to 16, found 0: correct it"),
+    ("dk_dv", dict(stages=9), r"shared memory of plan \(.*\) must stay within 232448 bytes on sm_90a, found"),
+    ("dk_dv", dict(q_tile=128), r"registers, about of plan \(.*\) must stay within 232 per consumer on sm_90a, found"),
+])
+def test_plan_errors(role, changes, message):
+    plan = wgmma_backward.default_plan(role, CAUSAL, ARCH).but(**changes)
+    with pytest.raises(PlanError, match=message):
+        wgmma_backward.budget(role, CAUSAL, ARCH, plan)

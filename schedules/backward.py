@@ -3,12 +3,12 @@ from dataclasses import dataclass
 
 import tvm
 
-from schedules.families import cpu_backward, delta, mma_backward
+from schedules.families import cpu_backward, delta, mma_backward, wgmma_backward
 from schedules.plan import Plan
 from schedules.registry import NoSchedule
 
 #: In order of preference: the first family that does not decline is the default.
-FAMILIES = (mma_backward, cpu_backward)
+FAMILIES = (wgmma_backward, mma_backward, cpu_backward)
 #: What a family schedules.
 ROLES = ("dk_dv", "dq")
 

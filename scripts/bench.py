@@ -18,12 +18,13 @@ from pathlib import Path
 import tvm
 import tvm_ffi
 
+from schedules import backward
 from schedules.artefact.cases import check_cases
 from schedules.artefact.export import ExportError
 from schedules.tuning.log import LogError
 from scripts import cli, options, peers
 from scripts.contest import Contestant, TorchData, TvmData, contest, summary
-from scripts.kernels import answer, build_artefacts, cuda_toolkit
+from scripts.kernels import answer, build_artefacts, cuda_toolkit, gradients_of
 from te_defs import reference
 from te_defs.workload import flops, standard_shape
 
@@ -31,29 +32,45 @@ from te_defs.workload import flops, standard_shape
 SIZES = {kind: {"lengths": lengths, "tokens": options.TOKENS[kind], "hidden": options.HIDDEN[kind], "milliseconds": milliseconds}
          for kind, lengths, milliseconds in (("cuda", (1024, 4096, 16384), 12), ("cpu", (512, 1024), 100))}
 OURS = ("default", "tuned")
+#: Products over all scores of the two passes, as the field counts operations, however many a kernel computes.
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 
 class WrongKernel(ExportError):
     """A kernel that fails its checks: no number of it is worth anything."""
 
 
-def load_checked(name, workload, device, path):
-    """The exported function of an artefact; WrongKernel where one of its variants fails a check case, whatever calls that is for."""
+def load_checked(name, workload, device, path, gradients=False):
+    """The module of an artefact; WrongKernel where one of its variants fails a check case, whatever calls that is for.
+
+    gradients  whether they are checked too
+    """
     module, kind = tvm.runtime.load_module(str(path)), device.arch.kind
-    variants = [functools.partial(module["flash_attention_forward_variant"], number)
-                for number in range(len(json.loads(module["flash_attention_manifest"]())["variants"]))]
+    manifest = json.loads(module["flash_attention_manifest"]())
+    variants = [functools.partial(module["flash_attention_forward_variant"], number) for number in range(len(manifest["variants"]))]
     device = tvm.runtime.device(kind, 0)
-    for case, forward in itertools.product(check_cases(workload), variants):
+    cases = check_cases(workload, gradients=gradients)
+    for case, forward in itertools.product(cases, variants):
         found = answer(forward, (case.q, case.k, case.v), case.scale, case.arguments, device)
         complaint = reference.mismatch(*found, case.out, case.lse, case.out_tolerance, case.lse_tolerance)
         if complaint:
             raise WrongKernel(f"the {name} plan of {workload.name} fails check case {case.name}: {complaint}: mend its schedule first")
-    return module["flash_attention_forward"]
+    for case in cases if gradients else ():
+        wanted = case.gradients
+        found = gradients_of(module["flash_attention_backward"], case, device)
+        complaint = reference.backward_mismatch(found, (wanted.dq, wanted.dk, wanted.dv), wanted.tolerances, case.lse)
+        if complaint:
+            raise WrongKernel(f"the gradients of {workload.name} fail check case {case.name}: {complaint}: mend their schedule first")
+    return module
 
 
 def our_plans(args, device, workload):
     """{"default": (family, plan, None), "tuned": (family, plan, figures)}, the tuned one where there is a record; prints a line of each."""
     plans = {"default": (*options.default_plan(args, device, workload), None)}
+    if args.backward:  # which has no tuned plans
+        family = backward.taker(workload, device.arch)
+        print(f"{workload.name} backward: family {family.NAME}, {backward.default_plans(family, workload, device.arch)}", flush=True)
+        return plans
     try:
         plans["tuned"] = options.tuned_plan(args, device, workload)
     except LogError as error:
@@ -64,15 +81,15 @@ def our_plans(args, device, workload):
 
 
 def our_kernels(args, device, workloads, folder):
-    """{workload: {"default": function, "tuned": function}}, built side by side by processes of their own and checked."""
+    """{workload: {"default": module, "tuned": module}}, built side by side by processes of their own and checked."""
     plans = {(workload, name): plan for workload in workloads for name, plan in our_plans(args, device, workload).items()}
-    jobs = [(family.NAME, workload, plan, device.arch, folder / f"{workload.name}-{name}.so", figures)
+    jobs = [(family.NAME, workload, plan, device.arch, folder / f"{workload.name}-{name}.so", figures, args.backward)
             for (workload, name), (family, plan, figures) in plans.items()]
     paths = dict(zip(plans, build_artefacts(jobs)))
     cuda_toolkit(device.arch)
     kernels = {workload: {} for workload in workloads}
     for (workload, name), path in paths.items():
-        kernels[workload][name] = load_checked(name, workload, device, path)
+        kernels[workload][name] = load_checked(name, workload, device, path, args.backward)
     return kernels
 
 
@@ -80,14 +97,21 @@ def compare(args, device, kernels, workload, length):
     """(rows, sentences) of one workload and length: a dict for each contestant, and who was left out and why."""
     shape = standard_shape(workload, length, args.tokens, args.hidden)
     torch_is_here = importlib.util.find_spec("torch") is not None
-    data = (TorchData if torch_is_here else TvmData)(workload, shape, device.kind, args.seed)
-    scale = workload.head_dim**-0.5
-    ours = [Contestant(name, lambda forward=forward: forward(*data.tensors, scale, *data.arguments)) for name, forward in kernels.items()]
+    data = (TorchData if torch_is_here else TvmData)(workload, shape, device.kind, args.seed, args.backward)
+    behind = workload.head_dim**-0.5, *data.arguments
+    ours = [Contestant(name, functools.partial(module["flash_attention_forward"], *data.tensors, *behind))
+            for name, module in kernels.items()]
     ours[-1].call()  # so that O holds our result, which the peers' are compared with
+    if args.backward:
+        dout, *gradients = data.gradients
+        ours = [Contestant(name, functools.partial(module["flash_attention_backward"], dout, *data.tensors, *gradients, *behind))
+                for name, module in kernels.items()]
+        ours[-1].call()
     invited = peers.named(args.peers) if args.peers is not None else peers.BY_DEFAULT[device.kind] if torch_is_here else ()
-    theirs, left_out = peers.admit(invited, workload, data)
+    theirs, left_out = peers.admit(invited, workload, data, args.backward)
     turns = contest([*ours, *theirs], data, args.rounds, args.milliseconds, args.rest, args.seed)
-    figures = judged(summary(turns, flops(workload, shape)), workload, peak_for(device, workload))
+    operations = flops(workload, shape) * (BACKWARD_PRODUCTS / FORWARD_PRODUCTS if args.backward else 1)
+    figures = judged(summary(turns, operations), workload, peak_for(device, workload))
     case = {"workload": workload.name, "length": length, "batch": shape.batch, "heads": shape.q_heads}
     return [{**case, "contestant": name, **entry} for name, entry in figures.items()], left_out
 
@@ -183,6 +207,7 @@ def make_parser():
     parser.add_argument("--family", default=None, help="family of the default plan; None: the first that takes the workload")
     def size(name):
         return "None: " + ", ".join(f"{sizes[name]} on {kind}" for kind, sizes in SIZES.items()).replace("(", "").replace(")", "")
+    parser.add_argument("--backward", action="store_true", help="time the gradients, by their default plans")
     parser.add_argument("--lengths", type=int, nargs="+", default=None, help="sequence lengths; " + size("lengths"))
     parser.add_argument("--tokens", type=int, default=None, help="batch x length, at least one sequence; " + size("tokens"))
     parser.add_argument("--hidden", type=int, default=None, help="heads x head dimension; " + size("hidden"))

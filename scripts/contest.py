@@ -89,15 +89,17 @@ def find_gauge():
 
 
 class TvmData:
-    """Random tensors of one shape on the device, for machines without PyTorch: Q, K, V, O, LSE in the order of the exported call, and
-    the arguments behind the scale."""
+    """Random tensors of one shape on the device, for machines without PyTorch: Q, K, V, O, LSE in the order of the exported call, the
+    arguments behind the scale and, with `backward`, dO, dQ, dK and dV."""
 
-    def __init__(self, workload, shape, kind, seed):
+    def __init__(self, workload, shape, kind, seed, backward=False):
         self.kind, self.shape, self.device = kind, shape, tvm.runtime.device(kind, 0)
         self.gauge = find_gauge() if kind == "cuda" else None
         inputs = reference.make_inputs(workload, shape, seed)
         out, lse = (np.zeros(size, dtype) for size, dtype in zip(shape.tensors(workload)[3:], (reference.numpy_dtype(workload), "float32")))
         self.tensors = [tvm.runtime.tensor(array, self.device) for array in (*inputs, out, lse)]
+        dout = np.random.default_rng([seed, 1]).standard_normal(out.shape, np.float32).astype(out.dtype)
+        self.gradients = [tvm.runtime.tensor(array, self.device) for array in (dout, *inputs)] if backward else []
         self.arguments = on_device(timed_arguments(workload, shape), self.device)
 
     def measure(self, call, repeats):
@@ -114,7 +116,7 @@ class TvmData:
 class TorchData:
     """The same as PyTorch tensors, which PyTorch's kernels take too. CUDA events time GPU calls."""
 
-    def __init__(self, workload, shape, kind, seed):
+    def __init__(self, workload, shape, kind, seed, backward=False):
         import torch
         self.torch, self.kind, self.shape = torch, kind, shape
         self.gauge = find_gauge() if kind == "cuda" else None
@@ -122,6 +124,7 @@ class TorchData:
         *inputs, out, lse = shape.tensors(workload)
         self.tensors = [torch.randn(size, generator=generator, device=kind).to(dtype) for size in inputs]
         self.tensors += [torch.zeros(out, dtype=dtype, device=kind), torch.zeros(lse, device=kind)]
+        self.gradients = [torch.randn(size, generator=generator, device=kind).to(dtype) for size in (out, *inputs)] if backward else []
         self.arguments = on_device(timed_arguments(workload, shape), tvm.runtime.device(kind, 0))
 
     def measure(self, call, repeats):

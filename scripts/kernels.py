@@ -117,10 +117,11 @@ def write_artefact(kernels, workload, path, seed=0, gradients=()):
     return export_artefact(variants, workload, path, manifest, check_cases(workload, seed, bool(gradients)), backward_variants)
 
 
-def build_artefact(family_name, workload, plan, arch, path, measured=None):
-    """Build a plan and write it as an artefact; the path of the .so. Takes and returns what another process can be sent."""
+def build_artefact(family_name, workload, plan, arch, path, measured=None, gradients=False):
+    """Build a plan and write it as an artefact, with `gradients` too; the path of the .so. Takes and returns what another process can be
+    sent."""
     kernels = build_kernels(registry.family_named(family_name), workload, plan, arch, measured=measured)
-    return write_artefact(kernels, workload, path)[0]
+    return write_artefact(kernels, workload, path, gradients=[build_gradients(workload, arch)] if gradients else ())[0]
 
 
 def build_artefacts(jobs):
@@ -156,6 +157,16 @@ def answer(forward, inputs, scale, arguments=(), device=None, storage="contiguou
     if written.tobytes() != buffers[-1].tobytes():
         raise RuntimeError("a kernel wrote beside the elements of its output")
     return found, lse.numpy()
+
+
+def gradients_of(backward, case, device=None):
+    """(dq, dk, dv) of one call of an exported function for a check case, as NumPy arrays; the outputs hold NaN before."""
+    q = case.q
+    inputs = case.gradients.dout, q, case.k, case.v, case.out.astype(q.dtype), case.lse.astype(np.float32)
+    outputs = [np.full(array.shape, np.nan, np.float32).astype(q.dtype) for array in inputs[1:4]]
+    tensors = [tvm.runtime.tensor(np.ascontiguousarray(array), device) for array in (*inputs, *outputs)]
+    backward(*tensors, case.scale, *on_device(case.arguments, device))
+    return [tensor.numpy() for tensor in tensors[6:]]
 
 
 class DLTensor(ctypes.Structure):

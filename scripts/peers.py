@@ -16,39 +16,62 @@ class LeftOut(RuntimeError):
     """Why a peer takes no part, as the end of a sentence."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """What `prepare` of PyTorch's kernels returns: a call without arguments of `attend`, which takes its inputs and returns O [B, N, H, DV].
+
+    heads_outside  whether the inputs are [B, H, N, D] and not [B, N, H, D]
+    """
+
+    inputs: tuple
+    attend: Callable
+    heads_outside: bool = False
+
+    def __call__(self):
+        import torch
+        with torch.no_grad():
+            return self.attend(*self.inputs)
+
+    def backward(self, dout):
+        """A call without arguments that computes the gradients of the inputs for dout [B, N, H, DV], after a forward pass here."""
+        import torch
+        inputs = [tensor.detach().requires_grad_() for tensor in self.inputs]
+        out = self.attend(*inputs)
+        dout = torch.empty_like(out).copy_(dout)  # side by side as the kernel left O
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    def rows_outside(self, gradient):
+        """A gradient of an input in the layout [B, N, H, D]."""
+        return gradient.transpose(1, 2) if self.heads_outside else gradient
+
+
 def sdpa(backend=None):
     """`prepare` of PyTorch's scaled_dot_product_attention on one torch.nn.attention.SDPBackend, or on the one that PyTorch chooses."""
     def prepare(q, k, v, mask):
-        import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
         causal = _one_of({"full": False, "causal": True}, mask)
-        q, k, v = _heads_outside(q, k, v)
 
         # causal is aligned top-left there, which is the same for the equal lengths of a benchmark.
-        @torch.no_grad()
-        def call():
+        def attend(q, k, v):
             return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
-        def call_backend():
+        def attend_by_backend(q, k, v):
             with sdpa_kernel(getattr(SDPBackend, backend)):
-                return call()
-        return call if backend is None else call_backend
+                return attend(q, k, v)
+        return Call(_heads_outside(q, k, v), attend if backend is None else attend_by_backend, heads_outside=True)
     return prepare
 
 
 def flash_attention_4(q, k, v, mask):
-    import torch
     from flash_attn.cute import flash_attn_func
-    q, k, v = (tensor.contiguous() for tensor in (q, k, v))
     sizes = astuple(mask)
     options = _one_of({"full": {"causal": False}, "causal": {"causal": True}, "window": {"causal": False, "window_size": sizes}}, mask)
 
-    @torch.no_grad()
-    def call():
+    def attend(q, k, v):
         found = flash_attn_func(q, k, v, **options)
         return found[0] if isinstance(found, tuple) else found  # with or without the LSE, by version
-    return call
+    return Call(tuple(tensor.contiguous() for tensor in (q, k, v)), attend)
 
 
 def flex_attention(q, k, v, mask):
@@ -64,10 +87,9 @@ def flex_attention(q, k, v, mask):
     torch.compiler.reset()  # after some shapes of one function PyTorch would stop compiling it
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    @torch.no_grad()
-    def call():
+    def attend(q, k, v):
         return compiled(q, k, v, block_mask=blocks).transpose(1, 2)
-    return call
+    return Call((q, k, v), attend, heads_outside=True)
 
 
 def _one_of(ways, mask):
@@ -79,7 +101,7 @@ def _one_of(ways, mask):
 
 def _heads_outside(*tensors):
     """[B, N, H, D] -> contiguous [B, H, N, D], the layout that PyTorch's functions are documented for."""
-    return (tensor.transpose(1, 2).contiguous() for tensor in tensors)
+    return tuple(tensor.transpose(1, 2).contiguous() for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -130,15 +152,17 @@ def versions(names):
     return found
 
 
-def admit(peers, workload, data):
+def admit(peers, workload, data, backward=False):
     """(contestants, sentences): the peers that are installed, take the workload and agree with us, and why each other one is left out.
 
-    data  TorchData whose O holds what our kernel made of its Q, K and V; TvmData where PyTorch is not installed
+    data      TorchData whose O holds what our kernel made of its Q, K and V; TvmData where PyTorch is not installed
+    backward  whether they compute gradients; `data.gradients` are then ours
     """
     contestants, sentences = [], []
     for peer in peers:
         try:
-            contestants.append(Contestant(peer.name, _proven_call(peer, workload, data)))
+            call = _proven_call(peer, workload, data)
+            contestants.append(Contestant(peer.name, _proven_gradients(call, data) if backward else call))
         except ImportError as error:
             sentences.append(f"{peer.name} is left out: it is not installed ({error})")
         except LeftOut as reason:
@@ -163,6 +187,17 @@ def _proven_call(peer, workload, data):
     if not error <= LARGEST_ERROR:
         raise LeftOut(f"at length {q.shape[1]} its output is off from ours by {error:.2g}, more than {LARGEST_ERROR:g}")
     return call
+
+
+def _proven_gradients(call, data):
+    """The call of a peer's gradients, after one whose results were right."""
+    dout, *ours = data.gradients
+    backward = call.backward(dout)
+    for name, found, wanted in zip(("dq", "dk", "dv"), backward(), ours):
+        error = relative_error(call.rows_outside(found), wanted)
+        if not error <= LARGEST_ERROR:
+            raise LeftOut(f"at length {dout.shape[1]} its {name} is off from ours by {error:.2g}, more than {LARGEST_ERROR:g}")
+    return backward
 
 
 def relative_error(found, wanted):

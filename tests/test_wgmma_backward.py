@@ -14,7 +14,8 @@ ARCH = cuda_arch("sm_90a")
 PLANS = {"dq": wgmma_backward.WgmmaBackwardPlan(q_tile=64, kv_tile=32),
          "dk_dv": wgmma_backward.WgmmaBackwardPlan(q_tile=32, kv_tile=64)}
 WORKLOADS = [Workload(64, 128, "float16", "causal"), Workload.parse("fwd_d64_dv64_bf16_window+softcap")]
-COMPILED = [Workload(128, 128, "float16", "causal"), Workload(64, 64, "bfloat16", "full")]
+COMPILED = [Workload(128, 128, "float16", "causal"), Workload(64, 64, "bfloat16", "full"),
+            Workload.parse("fwd_d128_dv128_f16_window+softcap")]
 CAUSAL = COMPILED[0]
 
 

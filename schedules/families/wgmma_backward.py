@@ -75,9 +75,11 @@ WAITS = {
     "dk_dv": {"S_warp": (1, ()), "dP_warp": (1, ()), "dK_acc": (0, (events.Q,)), "dV_acc": (0, (events.DO,))},
 }
 
-#: (q_tile, kv_tile, stages, loader_registers) for each role, by most channels. For dK and dV one of the loader's warps has indices of two
-#: loops in registers.
-TILES = {"dq": {64: (128, 128, 2, 24), 128: (128, 128, 2, 24)}, "dk_dv": {64: (96, 128, 2, 32), 128: (64, 128, 2, 32)}}
+#: (q_tile, kv_tile, stages, loader_registers) for each role, by most channels. One of the loader's warps has indices of two loops in
+#: registers for dK and dV; up to 40 cost two consumer warpgroups no more than 32 do.
+TILES = {"dq": {64: (128, 128, 2, 24), 128: (128, 128, 2, 24)}, "dk_dv": {64: (96, 128, 2, 40), 128: (64, 128, 2, 40)}}
+#: The same where scores are modified, whose slope needs S as long as dS does, and for dQ where tiles have masks at both ends.
+SMALLER_TILES = {"dq": {64: (128, 80, 2, 40), 128: (128, 80, 2, 40)}, "dk_dv": {64: (64, 128, 2, 40), 128: (32, 128, 3, 40)}}
 
 
 def decline(workload, arch):
@@ -94,7 +96,9 @@ def decline(workload, arch):
 def default_plan(role, workload, arch):
     """The tile for so many channels."""
     channels = max(workload.head_dim, workload.value_dim)
-    plans = (WgmmaBackwardPlan(*tile) for most, tile in sorted(TILES[role].items()) if most >= channels)
+    smaller = workload.score or role == "dq" and not workload.mask_class.from_start
+    tiles = SMALLER_TILES if smaller else TILES
+    plans = (WgmmaBackwardPlan(*tile) for most, tile in sorted(tiles[role].items()) if most >= channels)
     return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
 
 

@@ -91,13 +91,15 @@ def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1
             for number, (found, (of, entry, serves)) in enumerate(zip(figures, wanted), place)]
 
 
-def build_gradients(workload, arch, archs=(), place=1, plans=None):
-    """Kernel of the gradients of a workload by the first family that takes it: delta, dK with dV, and dQ, lowered for `arch`.
+def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None):
+    """Kernel of the gradients of a workload: delta, dK with dV, and dQ, lowered for `arch`.
 
-    archs  further architectures, as in `build_kernel`; place  among the artefact's variants for gradients
-    plans  schedules.backward.Plans; None: the family's seeds
+    archs   further architectures, as in `build_kernel`
+    place   among the artefact's variants for gradients
+    family  None: the first that takes the workload
+    plans   schedules.backward.Plans; None: the family's seeds
     """
-    family = backward.taker(workload, arch)
+    family = family or backward.taker(workload, arch)
     plans = plans or backward.default_plans(family, workload, arch)
     toolkit, compiler = cuda_toolkit(arch), nullcontext()
     if toolkit is not None:

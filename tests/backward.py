@@ -63,6 +63,28 @@ def check_ragged(function, workload):
         assert verdict(function, workload, shape, scale, make_arguments(workload, shape)) is None, shape
 
 
+class Called:
+    """The exported call of an artefact, in the same form; it is made so many times, and always gives the same bits."""
+
+    def __init__(self, module, workload, device=None, times=1):
+        self.backward, self.device, self.times = module.flash_attention_backward, device, times
+        self.packed = workload.lengths == "packed"
+
+    def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
+        if self.packed:
+            dout, q, k, v, out, lse = (array[0] for array in (dout, q, k, v, out, lse))
+            arguments = (*arguments, int(np.diff(arguments[-2]).max(initial=0)))  # max_k, from cu_seqlens_k
+        found = [self._once((dout, q, k, v, out, lse), scale, arguments) for _ in range(self.times)]
+        assert all(a.tobytes() == b.tobytes() for other in found[1:] for a, b in zip(found[0], other)), "two runs differ"
+        return [array[None] for array in found[0]] if self.packed else found[0]
+
+    def _once(self, inputs, scale, arguments):
+        handed_over = [tvm.runtime.tensor(np.ascontiguousarray(x), self.device) if isinstance(x, np.ndarray) else x
+                       for x in (*inputs, *(np.full_like(x, np.nan) for x in inputs[1:4]), scale, *arguments)]
+        self.backward(*handed_over)
+        return [tensor.numpy() for tensor in handed_over[6:9]]
+
+
 def _outputs(*inputs):
     return [tvm.runtime.tensor(np.full_like(x, np.nan)) for x in inputs]
 

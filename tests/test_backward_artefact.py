@@ -18,7 +18,7 @@ from schedules.registry import NoSchedule
 from scripts.kernels import build_gradients
 from te_defs import reference
 from te_defs.workload import Shape, Workload
-from tests.backward import problem, verdict
+from tests.backward import Called, problem, verdict
 from tests.stand_in_kernel import on_cpu
 
 HERE = cpu_arch("znver3", 256, 2)
@@ -57,36 +57,21 @@ def untouched(call):
     return all(np.isnan(call[name]).all() for name in ("dq", "dk", "dv"))
 
 
-class Called:
-    """The exported call in the form that tests.backward asks for."""
-
-    def __init__(self, module, without_batch=False):
-        self.module, self.without_batch = module, without_batch
-
-    def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
-        gradients = [np.full_like(array, np.nan) for array in (q, k, v)]
-        tensors = [array[0] if self.without_batch else array for array in (dout, q, k, v, out, lse, *gradients)]
-        if self.without_batch:
-            arguments = (*arguments, int(np.diff(arguments[1]).max(initial=0)))
-        self.module.flash_attention_backward(*tensors, scale, *arguments)
-        return gradients
-
-
 class TestNumbers:
     @pytest.mark.parametrize("shape", [Shape(1, 2, 2, 64, 64), Shape(2, 6, 2, 37, 70), Shape(1, 2, 1, 70, 33), Shape(1, 70, 7, 3, 50)], ids=str)
     @pytest.mark.parametrize("scale", [0.2, -0.3, 0.0])
     def test_against_the_reference(self, module, shape, scale):
-        assert verdict(Called(module), WORKLOAD, shape, scale) is None
+        assert verdict(Called(module, WORKLOAD), WORKLOAD, shape, scale) is None
 
     def test_packed_sequences(self, packed):
         lengths = np.array([0, 5, 5, 40], np.int32), np.array([0, 20, 20, 33], np.int32), 35
-        assert verdict(Called(packed, True), PACKED, Shape(1, 4, 2, 40, 33), 0.3, (), lengths) is None
+        assert verdict(Called(packed, PACKED), PACKED, Shape(1, 4, 2, 40, 33), 0.3, (), lengths) is None
 
     def test_the_check_cases_carry_right_gradients(self, module):
         for case in check_cases(WORKLOAD, gradients=True):
             wanted = case.gradients
             given = wanted.dout, case.q, case.k, case.v, case.out.astype(case.q.dtype), case.lse.astype(np.float32)
-            found = Called(module)(*map(np.ascontiguousarray, given), case.scale)
+            found = Called(module, WORKLOAD)(*map(np.ascontiguousarray, given), case.scale)
             answers = wanted.dq, wanted.dk, wanted.dv
             assert reference.backward_mismatch(found, answers, wanted.tolerances, case.lse) is None, case.name
 
@@ -124,7 +109,7 @@ class TestWithoutRows:
 
     def test_sequences_without_queries_or_keys(self, packed):
         lengths = np.array([0, 0, 4, 4], np.int32), np.array([0, 3, 3, 6], np.int32), 4
-        assert verdict(Called(packed, True), PACKED, Shape(1, 2, 1, 4, 6), 0.3, (), lengths) is None
+        assert verdict(Called(packed, PACKED), PACKED, Shape(1, 2, 1, 4, 6), 0.3, (), lengths) is None
 
 
 def big(shape):

@@ -43,6 +43,8 @@ PIPELINE = "flashtir_wgmma"
 CONFIG = wgmma_pipeline.CONFIG
 BINDS_AT = "bind_grid"
 MAX_SPILL_BYTES = 0
+#: The TMA finds the rows of a sequence by a row number, and has 31 bits for it.
+WHOLE_ROWS = True
 
 
 @dataclass(frozen=True)

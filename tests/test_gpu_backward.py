@@ -1,0 +1,94 @@
+"""On a GPU: the gradients of every family through the checked entry of an exported artefact."""
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+
+from schedules.arch import arch_of_capability
+from schedules.artefact.export import export_artefact
+from schedules.backward import FAMILIES
+from schedules.families import delta, mma_backward, wgmma_backward
+from schedules.lowering.cuda_compile import cuda_compiler
+from scripts.kernels import build_gradients
+from te_defs import lengths, reference
+from te_defs.workload import Shape, Workload, make_arguments
+from tests.backward import Called, verdict
+from tests.stand_in_kernel import on_cuda, variant
+
+pytestmark = pytest.mark.gpu
+WORKLOADS = [Workload.parse(f"fwd_{name}") for name in (
+    "d64_dv64_f16_full", "d64_dv64_f16_causal", "d64_dv64_bf16_causal", "d128_dv128_f16_full", "d128_dv128_f16_causal",
+    "d128_dv128_bf16_full", "d128_dv64_f16_causal", "d64_dv128_bf16_full", "d96_dv96_f16_causal", "d32_dv32_f16_full",
+    "d256_dv256_f16_causal", "d64_dv64_f16_window", "d128_dv128_f16_window", "d64_dv64_f16_prefix", "d128_dv128_bf16_causal_top_left",
+    "d64_dv64_f16_causal+softcap", "d128_dv128_f16_full+bias", "d64_dv64_bf16_causal+alibi+sink", "d64_dv64_f16_window+softcap",
+    "d64_dv64_f16_tests.of_a_user:DocumentCausal", "d64_dv64_f16_causal+keys", "d128_dv128_f16_full+keys", "d64_dv64_f16_causal+packed",
+    "d128_dv128_bf16_window+packed", "d64_dv64_f32_causal", "d128_dv128_f32_full+bias", "d40_dv72_bf16_causal")]
+SHAPES = {"even": (Shape(1, 2, 2, 256, 256), 1.0), "ragged": (Shape(2, 3, 3, 113, 203), 1.0), "grouped": (Shape(2, 6, 2, 130, 257), 1.0),
+          "few_keys": (Shape(1, 4, 2, 300, 61), 1.0), "one_query": (Shape(2, 4, 1, 1, 257), 1.0), "odd_group": (Shape(1, 5, 1, 70, 130), 1.0),
+          "long": (Shape(1, 2, 1, 1000, 1500), 1.0), "many_heads": (Shape(1, 700, 100, 3, 50), 1.0),
+          "negative_scale": (Shape(1, 2, 2, 333, 400), -1.0), "zero_scale": (Shape(1, 2, 2, 33, 70), 0.0),
+          "no_keys": (Shape(1, 2, 2, 5, 0), 1.0), "no_queries": (Shape(1, 2, 2, 0, 5), 1.0)}
+
+
+@pytest.fixture(scope="module")
+def arch():
+    return arch_of_capability(*map(int, str(tvm.cuda(0).compute_version).split(".")))
+
+
+@pytest.fixture(scope="module")
+def gradients(arch, toolkit, tmp_path_factory):
+    """Function (family, workload) -> module with the gradients of a family's seeds, behind a stand-in of the forward pass; built once each.
+
+    Skips what the family declines.
+    """
+    known = {}
+
+    def make(family, workload):
+        reason = family.decline(workload, arch)
+        if reason is not None:
+            pytest.skip(f"{family.NAME} declines: {reason}")
+        if (family, workload) not in known:
+            plain = Workload(workload.head_dim, workload.value_dim, workload.dtype)
+            with cuda_compiler(toolkit, (arch.name,)) as log:
+                forward = variant(tvm.compile(on_cuda(plain), arch.target()), arch, log.kernels)
+            path = tmp_path_factory.mktemp("gpu") / "gradients.so"
+            export_artefact([forward], workload, path, {}, (), [build_gradients(workload, arch, family=family).variant])
+            known[family, workload] = tvm_ffi.load_module(str(path))
+        return known[family, workload]
+    return make
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.NAME != "cpu_backward"], ids=lambda f: f.NAME)
+def test_numbers_and_bits(gradients, family, workload, shape):
+    module = gradients(family, workload)
+    shape, factor = SHAPES[shape]
+    sizes, given = lengths.sample(workload.lengths, shape.batch, shape.q_len, shape.kv_len)
+    samples = workload.mask_class.samples
+    shape = replace(shape, mask=samples[len(samples) // 2], **dict(zip(("batch", "q_len", "kv_len"), sizes)))
+    call = Called(module, workload, tvm.cuda(0), times=2)
+    scale = factor * workload.head_dim**-0.5
+    assert verdict(call, workload, shape, scale, make_arguments(workload, shape), given) is None
+
+
+@pytest.mark.parametrize("family", (wgmma_backward, mma_backward), ids=lambda f: f.NAME)
+def test_thirty_runs_give_the_same_bits(gradients, family):
+    workload = Workload(128, 128, "float16", "causal")
+    call = Called(gradients(family, workload), workload, tvm.cuda(0), times=30)
+    assert verdict(call, workload, Shape(2, 8, 2, 600, 700), 128**-0.5) is None
+
+
+@pytest.mark.parametrize("workload", [Workload(64, 64, "float32"), Workload(128, 128, "float16"), Workload(64, 40, "bfloat16")],
+                         ids=lambda w: w.name)
+def test_delta(arch, toolkit, workload):
+    with cuda_compiler(toolkit, (arch.name,)):
+        function = delta.build(workload, arch)[delta.NAME]
+    rng = np.random.default_rng(0)
+    d_out, out = (rng.standard_normal((2, 3001, 5, workload.value_dim), np.float32).astype(reference.numpy_dtype(workload)) for _ in range(2))
+    found = tvm.runtime.tensor(np.full((2, 5, 3001), np.nan, np.float32), tvm.cuda(0))
+    function(tvm.runtime.tensor(d_out, tvm.cuda(0)), tvm.runtime.tensor(out, tvm.cuda(0)), found)
+    terms = d_out.astype(np.float64) * out.astype(np.float64)
+    assert np.all(abs(found.numpy() - terms.sum(-1).swapaxes(1, 2)) <= 1e-6 * abs(terms).sum(-1).swapaxes(1, 2))

@@ -39,8 +39,8 @@ class MmaBackwardPlan(Plan):
 
 
 #: (q_tile, kv_tile, warps) for each role, by most channels: 16 rows that stay for each warp.
-TILES = {"dq": {64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 32, 4)},
-         "dk_dv": {64: (64, 128, 8), 128: (64, 128, 8), 256: (32, 64, 4)}}
+TILES = {"dq": {64: (128, 64, 4), 128: (64, 64, 4)},
+         "dk_dv": {64: (64, 128, 4), 128: (64, 64, 4)}}
 
 
 def decline(workload, arch):
@@ -48,8 +48,8 @@ def decline(workload, arch):
     reason = without_tensor_cores(workload, arch)
     if reason is not None:
         return reason
-    if not (intrinsics.swizzled(workload.head_dim) and intrinsics.swizzled(workload.value_dim)):
-        return f"head dimensions must be 64, 128 or 256, not {workload.head_dim} and {workload.value_dim}"
+    if not {workload.head_dim, workload.value_dim} <= set(TILES["dq"]):
+        return f"head dimensions must be {' or '.join(map(str, TILES['dq']))}, not {workload.head_dim} and {workload.value_dim}"
     return None
 
 

@@ -1,0 +1,80 @@
+"""delta = rowsum(dO * O): numbers on llvm, and what nvcc makes of it."""
+import re
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm import s_tir
+from tvm.target import codegen
+from tvm.tirx.compilation_pipeline import get_tir_pipeline
+
+from schedules.arch import cpu_arch, cuda_arch
+from schedules.families import delta
+from schedules.lowering.cuda_compile import cuda_compiler
+from te_defs.flash_attention_backward import attention_delta
+from te_defs.workload import Workload, element_type
+
+CPU = cpu_arch(codegen.llvm_get_system_cpu(), 256, 2)
+WORKLOADS = [Workload(64, 64, "float32"), Workload(64, 128, "float16"), Workload(64, 40, "bfloat16"), Workload(64, 8, "float32")]
+#: (B, N, H); no rows in three ways.
+SIZES = [(2, 37, 3), (1, 1, 1), (1, 70_000, 1), (0, 5, 2), (1, 0, 2), (3, 5, 0)]
+
+
+def check(function, workload, B, N, H):
+    rng = np.random.default_rng(0)
+    d_out, out = (rng.standard_normal((B, N, H, workload.value_dim)).astype(element_type(workload)) for _ in range(2))
+    found = tvm.runtime.tensor(np.full((B, H, N), np.nan, "float32"))
+    function(tvm.runtime.tensor(d_out), tvm.runtime.tensor(out), found)
+    terms = d_out.astype("float64") * out.astype("float64")
+    assert np.all(abs(found.numpy() - terms.sum(-1).swapaxes(1, 2)) <= 1e-6 * abs(terms).sum(-1).swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
+def test_numbers_on_a_cpu(workload):
+    function = delta.build(workload, CPU)[delta.NAME]
+    for sizes in SIZES:
+        check(function, workload, *sizes)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
+def test_numbers_of_the_nest_of_a_gpu_before_threads_are_bound(workload):
+    sch = s_tir.Schedule(tvm.IRModule({"main": attention_delta(workload)}), debug_mask=0)
+    delta.give_rows_lanes(sch, workload)
+    function = tvm.compile(sch.mod, "llvm")
+    for sizes in SIZES:
+        check(function, workload, *sizes)
+
+
+@pytest.mark.parametrize("arch", [CPU, cuda_arch("sm_80")], ids=lambda arch: arch.kind)
+def test_offsets_have_64_bits(arch):
+    target = tvm.target.Target(arch.target(), host="llvm")
+    func = delta.schedule(WORKLOADS[1], arch).mod["main"].with_attr({"target": target, "global_symbol": "main"})
+    with target:
+        lowered = get_tir_pipeline(delta.PIPELINE)[0](tvm.IRModule({"main": func}))
+    types = set()
+
+    def note(buffer, indices):
+        if buffer.name in ("dO", "O", "delta"):
+            types.update(str(index.ty) for index in indices)
+    for func in lowered.functions.values():
+        tvm_ffi.structural_walk(func.body, ((tvm.ir.TensorLoad, lambda load: note(load.source, load.indices)),
+                                            (tvm.tirx.BufferStore, lambda store: note(store.buffer, store.indices))))
+    assert types and all(name.startswith("int64") for name in types)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload, arch, lanes, loads", [
+    (Workload(64, 128, "float16"), "sm_75", 8, 2), (Workload(64, 64, "float32"), "sm_75", 8, 2), (Workload(64, 256, "float32"), "sm_90a", 32, 2),
+    (Workload(64, 96, "bfloat16"), "sm_80", 4, 3), (Workload(64, 8, "float16"), "sm_75", 1, 1)],
+    ids=lambda value: getattr(value, "name", str(value)))
+def test_a_lane_loads_16_bytes_at_once(toolkit, workload, arch, lanes, loads):
+    with cuda_compiler(toolkit, (arch,)) as log:
+        source = delta.build(workload, cuda_arch(arch)).imports[0].inspect_source()
+    assert f"(((int)blockIdx.x) * {delta.THREADS // lanes})" in source
+    assert len(re.findall(r"= \*\((?:uint4|float4)\*\)\(d?O_ptr", source)) == 2 * loads
+    # No store past the last row.
+    store = source.index("delta_ptr[")
+    assert "if (" in source[source.rindex("\n", 0, source.rindex("\n", 0, store)):store]
+    kernel = log.last
+    assert not kernel.warnings and kernel.most("spill_store_bytes") == 0 and kernel.most("registers") <= 64

@@ -1,14 +1,14 @@
-"""The kernels of a backward pass, from workload to runtime module: three functions, two of them a family's (te_defs/flash_attention_backward.py)."""
+"""The kernels of a backward pass, from workload to runtime module: delta, and the functions that a family schedules."""
 from dataclasses import dataclass
 
 import tvm
 
-from schedules.families import cpu_backward, delta, mma_backward, wgmma_backward
+from schedules.families import cpu_backward, delta, mma_backward, simt_backward, wgmma_backward
 from schedules.plan import Plan
 from schedules.registry import NoSchedule
 
 #: In order of preference: the first family that does not decline is the default.
-FAMILIES = (wgmma_backward, mma_backward, cpu_backward)
+FAMILIES = (wgmma_backward, mma_backward, simt_backward, cpu_backward)
 #: What a family schedules.
 ROLES = ("dk_dv", "dq")
 
@@ -49,11 +49,8 @@ def default_plans(family, workload, arch):
 def build(family, workload, plans, arch, place=1):
     """The three functions, lowered by the family's pipeline and compiled for `arch`, as one runtime module; for CUDA a compiler must be
     installed around the call (schedules.lowering.cuda_compile)."""
-    of_delta, *names = function_names(place)
-    parts = {name: family.schedule(role, workload, getattr(plans, role)).mod["main"] for name, role in zip(names, ROLES)}
-    mod = tvm.IRModule({name: func.with_attr("global_symbol", name) for name, func in parts.items()})
+    parts = delta.schedule(workload, arch), *(family.schedule(role, workload, getattr(plans, role)) for role in ROLES)
+    mod = tvm.IRModule({name: sch.mod["main"].with_attr("global_symbol", name) for name, sch in zip(function_names(place), parts)})
     target = arch.target()
     with target, tvm.transform.PassContext(config=family.CONFIG):
-        module = tvm.tirx.build(mod, target=target, pipeline=family.PIPELINE)
-    module.import_module(delta.build(workload, arch, of_delta))
-    return module
+        return tvm.tirx.build(mod, target=target, pipeline=family.PIPELINE)

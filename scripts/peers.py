@@ -18,7 +18,7 @@ class LeftOut(RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """What `prepare` of PyTorch's kernels returns: a call without arguments of `attend`, which takes its inputs and returns O [B, N, H, DV].
+    """What `prepare` of PyTorch's kernels returns: a call without arguments of `attend`, which makes O [B, N, H, DV] of inputs.
 
     heads_outside  whether the inputs are [B, H, N, D] and not [B, N, H, D]
     """

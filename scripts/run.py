@@ -272,7 +272,8 @@ def run(args):
     for name, variant in [(name, variant) for name, variants, _ in directions for variant in variants]:
         target, plan = variant["target"], text_of(variant["plan"])
         code = f" ({' '.join(target['archs'])})" if target["archs"] else ""
-        print(f"{args.artefact}: {workload['name']}{' backward' * (name == BACKWARD)} for {target['lowered_for']}{code}, family {variant['family']}, {plan}")
+        what = workload["name"] + (" backward" if name == BACKWARD else "")
+        print(f"{args.artefact}: {what} for {target['lowered_for']}{code}, family {variant['family']}, {plan}")
     device = tvm.runtime.device(kind, 0)
     if not device.exist:
         raise RunError(f"the artefact needs a {kind} device, found none: run it where there is one")

@@ -58,7 +58,8 @@ def untouched(call):
 
 
 class TestNumbers:
-    @pytest.mark.parametrize("shape", [Shape(1, 2, 2, 64, 64), Shape(2, 6, 2, 37, 70), Shape(1, 2, 1, 70, 33), Shape(1, 70, 7, 3, 50)], ids=str)
+    @pytest.mark.parametrize("shape", [Shape(1, 2, 2, 64, 64), Shape(2, 6, 2, 37, 70), Shape(1, 2, 1, 70, 33), Shape(1, 70, 7, 3, 50)],
+                             ids=str)
     @pytest.mark.parametrize("scale", [0.2, -0.3, 0.0])
     def test_against_the_reference(self, module, shape, scale):
         assert verdict(Called(module, WORKLOAD), WORKLOAD, shape, scale) is None
@@ -124,14 +125,15 @@ class TestRefused:
         (lambda call: {"lse": call["lse"].swapaxes(1, 2)}, ValueError, "lse.shape[1] is 9, wanted 4 as q.shape[2]"),
         (lambda call: {"dout": call["dout"].astype(np.float16)}, TypeError, "dout has dtype float16, wanted float32"),
         (lambda call: {"dout": big((2, 9, 4, 32))}, ValueError, "dout.shape[3] is 32, wanted 16"),
-        (lambda call: {"dout": as_strided(np.ones(1, np.float32), (2, 9, 4, 16), (0, 0, 0, 0))}, ValueError, "dout has stride 0 in dimension 3"),
+        (lambda call: {"dout": as_strided(np.ones(1, np.float32), (2, 9, 4, 16), (0, 0, 0, 0))}, ValueError,
+         "dout has stride 0 in dimension 3"),
         (lambda call: {"out": big((2, 9, 2, 16))}, ValueError, "out.shape[2] is 2, wanted 4 as q.shape[2]"),
         (lambda call: {"dk": big((2, 13, 4, 32))}, ValueError, "dk.shape[2] is 4, wanted 2 as k.shape[2]"),
         (lambda call: {"dq": call["q"]}, ValueError, "dq shares memory with q, wanted outputs of their own"),
         (lambda call: {"dk": call["k"]}, ValueError, "dk shares memory with k, wanted outputs of their own"),
         (lambda call: {"dv": call["dk"].reshape(-1)[:832].reshape(2, 13, 2, 16)}, ValueError, "dv shares memory with dk"),
-        (lambda call: {"k": big((2, 13, 3, 32)), "v": big((2, 13, 3, 16)), "dk": big((2, 13, 3, 32)), "dv": big((2, 13, 3, 16))}, ValueError,
-         "q has 4 heads and k has 3"),
+        (lambda call: {"k": big((2, 13, 3, 32)), "v": big((2, 13, 3, 16)), "dk": big((2, 13, 3, 32)), "dv": big((2, 13, 3, 16))},
+         ValueError, "q has 4 heads and k has 3"),
     ], ids=lambda it: it if isinstance(it, str) else "")
     def test_names_the_argument_and_writes_nothing(self, module, call, change, error, message):
         wrong = {**call, **change(call)}
@@ -181,5 +183,5 @@ class TestExport:
         assert not list(tmp_path.iterdir())
 
     def test_who_declines_says_why(self):
-        with pytest.raises(NoSchedule, match=r"gradients of .*mma_backward: tensor cores take 16-bit inputs, .*cpu_backward: sm_80 is no CPU"):
-            backward.taker(WORKLOAD, cuda_arch("sm_80"))
+        with pytest.raises(NoSchedule, match=r"gradients of .*wgmma_backward: sm_75 has no wgmma.*; simt_backward: .*bfloat16.*; cpu_backward: sm_75 is no CPU"):
+            backward.taker(replace(WORKLOAD, dtype="bfloat16"), cuda_arch("sm_75"))

@@ -10,7 +10,7 @@ from tvm.target import codegen
 from tvm.tirx.compilation_pipeline import get_tir_pipeline
 
 from schedules.arch import cpu_arch, cuda_arch
-from schedules.families import delta
+from schedules.families import cpu, delta, mma, simt
 from schedules.lowering.cuda_compile import cuda_compiler
 from te_defs.flash_attention_backward import attention_delta
 from te_defs.workload import Workload, element_type
@@ -46,12 +46,14 @@ def test_numbers_of_the_nest_of_a_gpu_before_threads_are_bound(workload):
         check(function, workload, *sizes)
 
 
-@pytest.mark.parametrize("arch", [CPU, cuda_arch("sm_80")], ids=lambda arch: arch.kind)
-def test_offsets_have_64_bits(arch):
+@pytest.mark.parametrize("family, arch", [(cpu, CPU), (simt, cuda_arch("sm_80")), (mma, cuda_arch("sm_80"))],
+                         ids=lambda value: getattr(value, "NAME", ""))
+def test_offsets_have_64_bits(family, arch):
+    """In the pipeline of whatever family has the other gradients."""
     target = tvm.target.Target(arch.target(), host="llvm")
     func = delta.schedule(WORKLOADS[1], arch).mod["main"].with_attr({"target": target, "global_symbol": "main"})
-    with target:
-        lowered = get_tir_pipeline(delta.PIPELINE)[0](tvm.IRModule({"main": func}))
+    with target, tvm.transform.PassContext(config=family.CONFIG):
+        lowered = get_tir_pipeline(family.PIPELINE)[0](tvm.IRModule({"main": func}))
     types = set()
 
     def note(buffer, indices):
@@ -65,8 +67,9 @@ def test_offsets_have_64_bits(arch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workload, arch, lanes, loads", [
-    (Workload(64, 128, "float16"), "sm_75", 8, 2), (Workload(64, 64, "float32"), "sm_75", 8, 2), (Workload(64, 256, "float32"), "sm_90a", 32, 2),
-    (Workload(64, 96, "bfloat16"), "sm_80", 4, 3), (Workload(64, 8, "float16"), "sm_75", 1, 1)],
+    (Workload(64, 128, "float16"), "sm_75", 8, 2), (Workload(64, 64, "float32"), "sm_75", 8, 2),
+    (Workload(64, 256, "float32"), "sm_90a", 32, 2), (Workload(64, 96, "bfloat16"), "sm_80", 4, 3),
+    (Workload(64, 8, "float16"), "sm_75", 1, 1)],
     ids=lambda value: getattr(value, "name", str(value)))
 def test_a_lane_loads_16_bytes_at_once(toolkit, workload, arch, lanes, loads):
     with cuda_compiler(toolkit, (arch,)) as log:

@@ -26,7 +26,8 @@ WORKLOADS = [Workload.parse(f"fwd_{name}") for name in (
     "d64_dv64_f16_tests.of_a_user:DocumentCausal", "d64_dv64_f16_causal+keys", "d128_dv128_f16_full+keys", "d64_dv64_f16_causal+packed",
     "d128_dv128_bf16_window+packed", "d64_dv64_f32_causal", "d128_dv128_f32_full+bias", "d40_dv72_bf16_causal")]
 SHAPES = {"even": (Shape(1, 2, 2, 256, 256), 1.0), "ragged": (Shape(2, 3, 3, 113, 203), 1.0), "grouped": (Shape(2, 6, 2, 130, 257), 1.0),
-          "few_keys": (Shape(1, 4, 2, 300, 61), 1.0), "one_query": (Shape(2, 4, 1, 1, 257), 1.0), "odd_group": (Shape(1, 5, 1, 70, 130), 1.0),
+          "few_keys": (Shape(1, 4, 2, 300, 61), 1.0), "one_query": (Shape(2, 4, 1, 1, 257), 1.0),
+          "odd_group": (Shape(1, 5, 1, 70, 130), 1.0),
           "long": (Shape(1, 2, 1, 1000, 1500), 1.0), "many_heads": (Shape(1, 700, 100, 3, 50), 1.0),
           "negative_scale": (Shape(1, 2, 2, 333, 400), -1.0), "zero_scale": (Shape(1, 2, 2, 33, 70), 0.0),
           "no_keys": (Shape(1, 2, 2, 5, 0), 1.0), "no_queries": (Shape(1, 2, 2, 0, 5), 1.0)}
@@ -87,7 +88,8 @@ def test_delta(arch, toolkit, workload):
     with cuda_compiler(toolkit, (arch.name,)):
         function = delta.build(workload, arch)[delta.NAME]
     rng = np.random.default_rng(0)
-    d_out, out = (rng.standard_normal((2, 3001, 5, workload.value_dim), np.float32).astype(reference.numpy_dtype(workload)) for _ in range(2))
+    size, dtype = (2, 3001, 5, workload.value_dim), reference.numpy_dtype(workload)
+    d_out, out = (rng.standard_normal(size, np.float32).astype(dtype) for _ in range(2))
     found = tvm.runtime.tensor(np.full((2, 5, 3001), np.nan, np.float32), tvm.cuda(0))
     function(tvm.runtime.tensor(d_out, tvm.cuda(0)), tvm.runtime.tensor(out, tvm.cuda(0)), found)
     terms = d_out.astype(np.float64) * out.astype(np.float64)

@@ -10,6 +10,7 @@ import pytest
 
 from schedules import build
 from schedules.arch import cpu_arch, cuda_arch
+from schedules.families import cpu_backward, mma_backward, simt_backward
 from schedules.nest import excerpt, loop_nest, pictured_blocks
 from schedules.registry import FAMILIES
 from te_defs.workload import Workload
@@ -24,13 +25,14 @@ AMBIENT = re.compile(r"os\.(environ|getenv|getcwd)|sys\.argv|(pathlib\.)?Path\.(
                      r"|(datetime\.)?(datetime|date)\.(now|today)|print|input")
 LONGEST = {"file": 400, "line": 140, "stage": 40}
 
-#: Pictures are drawn for the first of these that a family takes.
+#: Pictures are drawn for the first of these that a family takes; those of a backward family show the function with more blocks.
 PICTURED = ((Workload(64, 64, "float16", "causal"), cuda_arch("sm_80")),
             (Workload(64, 64, "float32", "causal"), cuda_arch("sm_80")),
             (Workload(64, 64, "float32", "full"), cuda_arch("sm_80")),
             (Workload(64, 64, "float32", "causal"), cpu_arch("x86-64-v4", 512, 2)),
             (Workload(64, 64, "float16", "causal"), cuda_arch("sm_90a")))
-STAGES = [(family, n) for family in FAMILIES for n in range(1, len(family.STAGES) + 1)]
+BACKWARD = (cpu_backward, mma_backward, simt_backward)
+STAGES = [(family, n) for family in (*FAMILIES, *BACKWARD) for n in range(1, len(family.STAGES) + 1)]
 PICTURE = re.compile(r"^( *)Loop nest::\n\n((?:\1 +\S.*\n)+)", re.MULTILINE)
 
 
@@ -91,6 +93,8 @@ def picture_in(text):
 
 def nest_after(family, number):
     workload, arch = next((workload, arch) for workload, arch in PICTURED if family.decline(workload, arch) is None)
+    if family in BACKWARD:
+        return loop_nest(family.schedule("dk_dv", workload, family.default_plan("dk_dv", workload, arch), number))
     return loop_nest(build.schedule(family, workload, family.default_plan(workload, arch), number))
 
 

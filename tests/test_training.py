@@ -58,8 +58,9 @@ class Transformer(torch.nn.Module):
         self.attend = attend
         self.symbols, self.places = torch.nn.Embedding(SYMBOLS, width), torch.nn.Embedding(LENGTH, width)
         self.qkv = torch.nn.ModuleList(torch.nn.Linear(width, 3 * width) for _ in range(2))
-        self.rest = torch.nn.ModuleList(torch.nn.Sequential(
-            torch.nn.LayerNorm(width), torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)) for _ in range(2))
+        self.rest = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.LayerNorm(width), torch.nn.Linear(width, 2 * width), torch.nn.GELU(),
+                                torch.nn.Linear(2 * width, width)) for _ in range(2))
         self.guess = torch.nn.Linear(width, SYMBOLS)
 
     def forward(self, text):

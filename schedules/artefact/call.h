@@ -253,13 +253,14 @@ static void say_once(const Refusal *why, const Variant *used) {
 
 /* The variant that the first argument of a call names; NULL where an error is set. */
 static const Variant *variant_of_number(const TVMFFIAny *args, int32_t count) {
-  if (count >= 1 && args[0].type_index == kTVMFFIInt && args[0].v_int64 >= 0 && args[0].v_int64 < VARIANTS) return &kVariants[args[0].v_int64];
+  if (count >= 1 && args[0].type_index == kTVMFFIInt && args[0].v_int64 >= 0 && args[0].v_int64 < VARIANTS)
+    return &kVariants[args[0].v_int64];
   fail("ValueError", "the first argument is no variant of this artefact, wanted an int from 0 to %d", VARIANTS - 1);
   return NULL;
 }
 
-/* A call that has been checked: of so many batch entries, the longest with so many queries and keys. `checked` is what a kernel takes in place
- * of the call's arguments; its tensors are `plain`. */
+/* A call that has been checked: of so many batch entries, the longest with so many queries and keys. `checked` is what a kernel takes in
+ * place of the call's arguments; its tensors are `plain`. */
 typedef struct {
   const Variant *variant;
   Refusal passed_over;

@@ -51,7 +51,8 @@ def export_artefact(variants, workload, path, manifest, cases, gradients=()):
         if gradients:
             entries.append(compile_entry(workload, gradients, manifest, scratch, backward=True))
         library, checks = scratch / "artefact.so", scratch / "check.npz"
-        _joined((*variants, *gradients)).export_library(str(library), addons=list(map(str, entries)), fcompile=_link, workspace_dir=str(scratch))
+        _joined((*variants, *gradients)).export_library(str(library), addons=list(map(str, entries)), fcompile=_link,
+                                                          workspace_dir=str(scratch))
         if read_manifest(library) != json.loads(to_json(manifest)):
             raise ExportError(f"{path.name} does not give back the manifest that went into it: build it again")
         write_cases(checks, workload, cases)
@@ -62,8 +63,8 @@ def export_artefact(variants, workload, path, manifest, cases, gradients=()):
 
 
 def functions_of(workload, place, backward):
-    """Symbols of the functions that an artefact calls of a variant in this place; a kernel without a twin for scales below zero takes these,
-    too."""
+    """Symbols of the functions that an artefact calls of a variant in this place; a kernel without a twin for scales below zero takes
+    these, too."""
     if backward:
         return function_names(place)
     kernel, negative = kernel_names(place)
@@ -76,10 +77,10 @@ def check_variants(variants, workload, gradients=()):
                   *((place, variant, True) for place, variant in enumerate(gradients, 1))]
     for place, variant, backward in all_places:
         for name in functions_of(workload, place, backward):
-            if not variant.module.implements_function(name, query_imports=True):
+            if not variant.module.implements_function(name):
                 raise ExportError(f"a module with a function {name} is needed, found none: build it with "
                                   f"{'schedules.backward.build' if backward else 'schedules.build.build_plan'}")
-        for part in _imports_of(variant.module):
+        for part in variant.module.imports:
             # Without its CUDA runtime TVM puts a placeholder here that carries CUDA C++ and runs nowhere.
             if not part.is_runnable():
                 raise ExportError(f"the module carries {part.kind} source and no device code: call toolkit.preload before it is built")
@@ -88,11 +89,6 @@ def check_variants(variants, workload, gradients=()):
         if variant.arch.kind != variants[0].arch.kind:
             raise ExportError(f"the variants of an artefact are for one kind of device, found {variants[0].arch.kind} and "
                               f"{variant.arch.kind}: make an artefact for each")
-
-
-def _imports_of(module):
-    """What a module imports, and all that these do."""
-    return [found for part in module.imports for found in (part, *_imports_of(part))]
 
 
 def _joined(variants):

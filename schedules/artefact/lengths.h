@@ -81,8 +81,8 @@ static int check_table(const char *name, const DLTensor *table, DLDevice first, 
   return 0;
 }
 
-/* The arguments of the lengths: tables, which get no offset in `plain`, and integers. `sequences` and `longest` receive the number of packed
- * sequences, and the queries and keys of the longest. */
+/* The arguments of the lengths: tables, which get no offset in `plain`, and integers. `sequences` and `longest` receive the number of
+ * packed sequences, and the queries and keys of the longest. */
 static int check_lengths(const TVMFFIAny *args, TVMFFIAny *checked, DLTensor *plain, const DLTensor *q, const DLTensor *k,
                          int64_t *sequences, int64_t longest[2]) {
   int failed = 0;

@@ -8,12 +8,12 @@ everything else:
 
 All products, three and four of them, are then outer products, a few scalars times the vectors of a panel, with a block of accumulators in
 registers. The budget is that of cpu.py, but that more tiles share L2: an accumulator twice, and the scores in five forms.
+
+Pictures are those of dK and dV, d 64, float32, causal, AVX-512.
 """
 from dataclasses import dataclass
 
-import tvm
-from tvm import s_tir
-
+from schedules import roles
 from schedules.families import cpu
 from schedules.families.cpu import CONFIG, PIPELINE, compiler_options, split_panel, write_by_lanes  # noqa: F401, the same here
 from schedules.lowering import cpu_pipeline
@@ -94,7 +94,26 @@ def lane_first(sch, block, role):
 
 
 def give_rows_lanes(sch, plan, role):
-    """Lay matrices with a row for each lane in panels: [panel, other axis, row of the panel]."""
+    """Lay matrices with a row for each lane in panels: [panel, other axis, row of the panel].
+
+    Loop nest::
+
+        attn
+          load_keys
+            j in 128
+              c in 64
+                K_load  [4, 64, 32]
+          ...
+          e in ...
+            t in ...
+              rows
+                ...
+                qk
+                  i in 64
+                    j in 128
+                      c in 64
+                        S  [4, 64, 32]
+    """
     scores = [block for leader, others in role.sweeps for block in (leader, *others)]
     accumulators = [block for block in role.states if block.endswith("_init")]
     for block in (*role.panels, *role.products, *scores, *accumulators):
@@ -104,14 +123,53 @@ def give_rows_lanes(sch, plan, role):
 
 
 def widen_inputs(sch, plan, role):
-    """Convert 16-bit inputs once, where they are loaded; P and dS stay wide."""
+    """Convert 16-bit inputs once, where they are loaded; P and dS stay wide.
+
+    Loop nest::
+
+        rows
+          i in 64
+            c in 64
+              Q_load  [64, 64]
+          ...
+          softmax
+            ...
+            i in 64
+              j in 128
+                P_cast  [4, 64, 32]
+    """
     casts = [block for _, others in role.sweeps for block in others if block.endswith("_cast")]
     for block in (*role.panels, *role.scalars, *casts):
         sch.unsafe_set_dtype(block, 0, "float32")
 
 
 def tile_products(sch, plan, role):
-    """Give each product a block of accumulators that fits the registers, and walk its whole sum before the next block."""
+    """Give each product a block of accumulators that fits the registers, and walk its whole sum before the next block.
+
+    Loop nest::
+
+        rows
+          ...
+          qk
+            j_0 in 4
+              i_0 in 8
+                c_0 in 64
+                  c_1 in 1  unrolled
+                    i_1 in 8  unrolled
+                      j_1 in 2  unrolled
+                        j_2 in 16  vectorized
+                          S  [4, 64, 32]
+          ...
+          pdo
+            j_0 in 4
+              c_0 in 8
+                i_0 in 64
+                  i_1 in 1  unrolled
+                    c_1 in 8  unrolled
+                      j_1 in 2  unrolled
+                        j_2 in 16  vectorized
+                          dV_acc_new  [4, 64, 32]
+    """
     for product in role.products:
         row, other, step = lane_first(sch, product, role)
         panel, vector, lane = split_panel(sch, row, plan)
@@ -123,7 +181,27 @@ def tile_products(sch, plan, role):
 
 
 def sweep_scores(sch, plan, role):
-    """Work on scores in two sweeps, P with its mask and dS, one row of vectors at a time."""
+    """Work on scores in two sweeps, P with its mask and dS, one row of vectors at a time.
+
+    Loop nest::
+
+        rows
+          ...
+          softmax
+            j_0 in 4
+              i in 64
+                ...
+                ax0_0 in 2  unrolled
+                  ax0_1 in 16  vectorized
+                    P_masked  [4, 64, 32]
+          ...
+          gradient
+            j_0 in 4
+              i in 64
+                j_1 in 2  unrolled
+                  j_2 in 16  vectorized
+                    dS  [4, 64, 32]
+    """
     for leader, others in role.sweeps:
         row, other = lane_first(sch, leader, role)
         panel, vector, lane = split_panel(sch, row, plan)
@@ -137,7 +215,17 @@ def sweep_scores(sch, plan, role):
 
 
 def vectorize_states(sch, plan, role):
-    """Accumulators are set and copied by whole vectors."""
+    """Accumulators are set and copied by whole vectors.
+
+    Loop nest::
+
+        back
+          j_0 in 4
+            c in 64
+              j_1 in 2  unrolled
+                j_2 in 16  vectorized
+                  dK_acc  [4, 64, 32]
+    """
     for block in role.states:
         row, channel = lane_first(sch, block, role)
         panel, vector, lane = split_panel(sch, row, plan)
@@ -146,7 +234,16 @@ def vectorize_states(sch, plan, role):
 
 
 def copy_by_vectors(sch, plan, role):
-    """Copy what gives scalars by whole vectors, or by the largest that divides its channels."""
+    """Copy what gives scalars by whole vectors, or by the largest that divides its channels.
+
+    Loop nest::
+
+        rows
+          i in 64
+            c_0 in 4  unrolled
+              c_1 in 16  vectorized
+                Q_load  [64, 64]
+    """
     for block in role.scalars:
         _, c = loops_of(sch, block)
         channels = int(sch.get(c).extent)
@@ -154,13 +251,37 @@ def copy_by_vectors(sch, plan, role):
 
 
 def separate_init(sch, plan, role):
-    """Start sums before their loops, so that accumulators stay in registers."""
+    """Start sums before their loops, so that accumulators stay in registers.
+
+    Loop nest::
+
+        dsq
+          j_0 in 4
+            c_0 in 8
+              c_1_init in 8  unrolled
+                j_1_init in 2  unrolled
+                  j_2_init in 16  vectorized
+                    dK_acc_new_init  [4, 64, 32]
+              i_0 in 64
+                i_1 in 1  unrolled
+                  c_1 in 8  unrolled
+                    j_1 in 2  unrolled
+                      j_2 in 16  vectorized
+                        dK_acc_new_update  [4, 64, 32]
+    """
     for product in role.products:
         sch.decompose_reduction(product, loops_of(sch, product)[2])
 
 
 def deal_tiles(sch, plan, role):
-    """Deal tiles to the threads to and fro, as in cpu.py."""
+    """Deal tiles to the threads to and fro, as in cpu.py.
+
+    Loop nest::
+
+        b_g_r_fused_1 in 2  parallel
+          b_g_r_fused_0 in ...
+            attn
+    """
     turn, thread = sch.split(sch.fuse(*loops_of(sch, "attn")), factors=[None, plan.threads])
     sch.reorder(thread, turn)
     sch.annotate(turn, cpu_pipeline.TO_AND_FRO, 1)
@@ -170,15 +291,16 @@ def deal_tiles(sch, plan, role):
 STAGES = (give_rows_lanes, widen_inputs, tile_products, sweep_scores, vectorize_states, copy_by_vectors, separate_init, deal_tiles)
 
 
+def declare(role, workload, plan):
+    """The plain function at the plan's tile."""
+    return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile)
+
+
 def schedule(role, workload, plan, stages=None):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
-    sch = s_tir.Schedule(tvm.IRModule({"main": ROLES[role].declare(workload, plan.q_tile, plan.kv_tile)}), debug_mask=0)
-    for stage in STAGES[:stages]:
-        stage(sch, plan, ROLES[role])
-    return sch
+    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role])
 
 
 def build(role, workload, plan, arch):
-    """A function compiled for a CPU."""
-    with arch.target(), tvm.transform.PassContext(config=CONFIG):
-        return tvm.tirx.build(schedule(role, workload, plan).mod, target=arch.target(), pipeline=PIPELINE)
+    """A function compiled for a CPU, as a runtime module."""
+    return roles.build("main", schedule(role, workload, plan), arch, PIPELINE, CONFIG)

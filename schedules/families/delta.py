@@ -4,8 +4,8 @@ Rows are taken in the order in which dO and O hold them. On a GPU a group of nei
 each tensor for a lane where the row has as many: 64 bytes pay for the three divisions that find the row's place in delta. Shuffles add
 up what the lanes have. On a CPU a core takes one row after the other, and sums as many parts of it as a vector has lanes.
 
-Rows are counted in 32 bits, over all batch entries and heads; offsets into dO and O have 64. All rows of a GPU's grid are on blockIdx.x:
-the other axes end at 65,535. The GPU's nest, of d 128 and float16::
+Rows are counted in 32 bits, over all batch entries and heads, as the elements of delta and LSE are; offsets into dO and O have 64. A GPU's
+grid is on blockIdx.x: the other axes end at 65,535. The GPU's nest, of d 128 and float16::
 
     row / 32  @blockIdx.x
       row % 32  @threadIdx.y
@@ -17,15 +17,15 @@ the other axes end at 65,535. The GPU's nest, of d 128 and float16::
 import tvm
 from tvm import s_tir
 
-from schedules.lowering import delta_pipeline
+from schedules import roles
+from schedules.families import cpu, simt
+from schedules.lowering.wide_offsets import WIDE_OFFSETS
 from schedules.stages import loops_of
 from te_defs.flash_attention_backward import attention_delta
 
 NAME = "delta"
-PIPELINE = "flashtir_delta"
-CONFIG = delta_pipeline.CONFIG
-#: Rows are counted in 32 bits, and have at least eight channels.
-MAX_ELEMENTS = 2**34 - 1
+#: Whose pipeline builds it alone, by the kind of device; inside an artefact that of the other gradients does.
+PIPELINES = {"cuda": simt, "cpu": cpu}
 
 THREADS, WARP = 256, 32
 #: Bytes of a load, and how many of each tensor a lane makes where a row has enough.
@@ -85,7 +85,8 @@ def sum_by_vectors(sch, workload, arch):
 
 def schedule(workload, arch):
     """A fresh Schedule of the function."""
-    sch = s_tir.Schedule(tvm.IRModule({"main": attention_delta(workload)}), debug_mask=0)
+    func = attention_delta(workload).with_attr(WIDE_OFFSETS, True)
+    sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
     if arch.kind == "cuda":
         bind_threads(sch, *give_rows_lanes(sch, workload))
     else:
@@ -93,9 +94,7 @@ def schedule(workload, arch):
     return sch
 
 
-def build(workload, arch, name=NAME):
-    """The function compiled, under this name, as a runtime module; for a GPU a compiler must be installed around the call
-    (lowering.cuda_compile)."""
-    mod = tvm.IRModule({name: schedule(workload, arch).mod["main"].with_attr("global_symbol", name)})
-    with arch.target(), tvm.transform.PassContext(config=CONFIG):
-        return tvm.tirx.build(mod, target=arch.target(), pipeline=PIPELINE)
+def build(workload, arch):
+    """The function compiled, as a runtime module; for a GPU a compiler must be installed around the call (lowering.cuda_compile)."""
+    family = PIPELINES[arch.kind]
+    return roles.build(NAME, schedule(workload, arch), arch, family.PIPELINE, family.CONFIG)

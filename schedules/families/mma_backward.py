@@ -7,77 +7,22 @@ dV, dK and dQ, as P is in the forward pass; the tile that was the second operand
 
 The budget. Per thread the accumulators take rows * (D + DV) / threads of 255 registers (dQ: rows * D), S and dP q_tile * kv_tile / threads
 each. Shared memory holds the tiles that stay once and those that come by twice, and the statistics of q_tile queries.
+
+Pictures are those of dK and dV, d 64, float16, causal.
 """
-from dataclasses import dataclass
-
-import tvm
-from tvm import s_tir
-
+from schedules import roles
 from schedules.families.backward_roles import ROLES
-from schedules.families.mma_plan import COPY_BYTES, OTHER_REGISTERS, without_tensor_cores
+from schedules.families.mma_backward_plan import (  # noqa: F401, the family's other half
+    NAME, MmaBackwardPlan, budget, compiler_options, decline, default_plan)
+from schedules.families.mma_plan import COPY_BYTES
 from schedules.intrinsics import mma as intrinsics
 from schedules.lowering import mma_pipeline
-from schedules.plan import Budget, Plan, first_of, fitting, require
 from schedules.stages import copy_cooperatively, loops_of, own_fragment, own_output, read_index, unroll_all
 
-NAME = "mma_backward"
 PIPELINE = "flashtir_mma"
 CONFIG = mma_pipeline.CONFIG
 BINDS_AT = "bind_grid"
 
-
-@dataclass(frozen=True)
-class MmaBackwardPlan(Plan):
-    """Knobs of one of the two functions.
-
-    warps           warps of a thread block; each takes a part of the rows that stay
-    register_level  ptxas' --register-usage-level, 0 (fewest) to 10
-    """
-
-    warps: int
-    register_level: int = 10
-
-
-#: (q_tile, kv_tile, warps) for each role, by most channels: 16 rows that stay for each warp.
-TILES = {"dq": {64: (128, 64, 4), 128: (64, 64, 4)},
-         "dk_dv": {64: (64, 128, 4), 128: (64, 64, 4)}}
-
-
-def decline(workload, arch):
-    """Why this family does not take the workload, or None."""
-    reason = without_tensor_cores(workload, arch)
-    if reason is not None:
-        return reason
-    if not {workload.head_dim, workload.value_dim} <= set(TILES["dq"]):
-        return f"head dimensions must be {' or '.join(map(str, TILES['dq']))}, not {workload.head_dim} and {workload.value_dim}"
-    return None
-
-
-def default_plan(role, workload, arch):
-    """The tile for so many channels."""
-    channels = max(workload.head_dim, workload.value_dim)
-    plans = (MmaBackwardPlan(*tile) for most, tile in sorted(TILES[role].items()) if most >= channels)
-    return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
-
-
-def budget(role, workload, arch, plan):
-    """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
-    stays, streams = ROLES[role].tiles(plan)
-    d, dv, threads = workload.head_dim, workload.value_dim, 32 * plan.warps
-    require(stays % (16 * plan.warps) == 0, "the tile that stays must be a multiple of 16 rows for each warp",
-            f"{stays} rows and {plan.warps} warps", "change either")
-    require(streams % 16 == 0, "the tile that streams by must be a multiple of 16", streams, "round it")
-    sums = d if role == "dq" else d + dv
-    return Budget((
-        ("threads", threads, arch.threads_per_block, "of a block"),
-        ("shared memory", 2 * (stays + 2 * streams) * (d + dv) + 8 * plan.q_tile, arch.smem_bytes, "bytes"),
-        ("registers, about", stays * (sums + 2 * streams) // threads + OTHER_REGISTERS, arch.registers_per_thread, "per thread"),
-    )).check(plan, arch)
-
-
-def compiler_options(plan):
-    """What ptxas is asked for."""
-    return {"register_level": plan.register_level}
 
 
 def declare(role, workload, plan):
@@ -94,7 +39,21 @@ def layout_of(role, block):
 
 
 def place_buffers(sch, plan, role):
-    """Tiles and statistics go to shared memory; everything between the products stays in the registers of a warp."""
+    """Tiles and statistics go to shared memory; everything between the products stays in the registers of a warp.
+
+    Loop nest::
+
+        rows
+          i in 64
+            c in 64
+              Q_load  [64, 64] shared.dyn
+          ...
+          qk
+            i in 64
+              j in 64
+                c in 64
+                  S  [64, 64] warp
+    """
     for block in (*role.stays, *role.streams, "LSE_load", "delta_load"):
         sch.set_scope(block, 0, "shared.dyn")
     for block in role.written:
@@ -102,7 +61,23 @@ def place_buffers(sch, plan, role):
 
 
 def lay_out_fragments(sch, plan, role):
-    """Lay all matrices out as mma.sync fragments: [tile row, tile column, lane, register]."""
+    """Lay all matrices out as mma.sync fragments: [tile row, tile column, lane, register].
+
+    Loop nest::
+
+        rows
+          ...
+          softmax
+            i in 64
+              j in 64
+                P  [4, 4, 32, 8] warp
+          ...
+          pdo
+            j in 64
+              c in 64
+                i in 64
+                  dV_acc_new  [4, 4, 32, 8] warp
+    """
     for block in role.written:
         sch.transform_layout(block, ("write", 0), layout_of(role, block))
 
@@ -111,6 +86,32 @@ def tile_products(sch, plan, role):
     """Cut the products into 16 x 16 x 16 blocks, the grain of the tensor cores, and give each warp its rows.
 
     The reduction runs outside the columns, so that one fragment of the first operand serves all of them.
+
+    Loop nest::
+
+        rows
+          ...
+          qk
+            j_0_0 in 4
+              c_0 in 4
+                i_0 in 4
+                  j_0_1 in 1
+                    S_o
+                      i_1 in 16
+                        j_1 in 16
+                          c_1 in 16
+                            S  [4, 4, 32, 8] warp
+          ...
+          pdo
+            j_0_0 in 4
+              i_0 in 4
+                c_0 in 4
+                  j_0_1 in 1
+                    dV_acc_new_o
+                      j_1 in 16
+                        c_1 in 16
+                          i_1 in 16
+                            dV_acc_new  [4, 4, 32, 8] warp
     """
     for product in role.products:
         (row, *grain), (column, *grain_2), (k, *grain_3) = (sch.split(loop, factors=[None, 16]) for loop in loops_of(sch, product.block))
@@ -132,7 +133,31 @@ def fragments_of(sch, product, block):
 
 
 def stage_fragments(sch, plan, role):
-    """Read the operands of the products from shared memory into fragments, right before they are used."""
+    """Read the operands of the products from shared memory into fragments, right before they are used.
+
+    Loop nest::
+
+        rows
+          ...
+          pdo
+            j_0_0 in 4
+              i_0 in 4
+                c_0 in 4
+                  ax0_0 in 1  unrolled
+                    ax1_0 in 1  unrolled
+                      ax0_1 in 16
+                        ax1_1 in 16
+                          dO_tile_shared.dyn_warp  [4, 4, 32, 8] warp
+          ...
+          dov
+            j_0_0 in 4
+              c_0 in 4
+                ax0_0 in 1  unrolled
+                  ax1_0 in 1  unrolled
+                    ax0_1 in 16
+                      ax1_1 in 16
+                        V_tile_shared.dyn_warp  [4, 4, 32, 8] warp
+    """
     for product in role.products:
         block = sch.get_sblock(f"{product.block}_o")
         _warp, k, column, _step = loops_of(sch, block)
@@ -148,12 +173,34 @@ def stage_fragments(sch, plan, role):
 
 
 def bind_grid(sch, plan, role):
-    """One thread block per tile that stays, head and batch entry, all on blockIdx.x: the other grid axes end at 65,535."""
+    """One thread block per tile that stays, head and batch entry, all on blockIdx.x: the other grid axes end at 65,535.
+
+    Loop nest::
+
+        b_g_r_fused in ...  @blockIdx.x
+          attn
+    """
     sch.bind(sch.fuse(*loops_of(sch, "attn")), "blockIdx.x")
 
 
 def copy_tiles(sch, plan, role):
-    """All threads copy the tiles to shared memory together, 16 bytes each, into the swizzled layout that ldmatrix reads."""
+    """All threads copy the tiles to shared memory together, 16 bytes each, into the swizzled layout that ldmatrix reads.
+
+    Loop nest::
+
+        rows
+          i_c_fused_0 in 4  unrolled
+            i_c_fused_1 in 4  @threadIdx.y
+              i_c_fused_2 in 32  @threadIdx.x
+                i_c_fused_3 in 8  vectorized
+                  Q_load  [64, 64] shared.dyn
+          ...
+          statistics
+            i_0 in 1  unrolled
+              i_1 in 4  @threadIdx.y
+                i_2 in 32  @threadIdx.x
+                  LSE_load  [64] shared.dyn
+    """
     for block in (*role.stays, *role.streams):
         copy_cooperatively(sch, block, plan.warps, COPY_BYTES // 2)
         sch.annotate(sch.get_sblock(block), "permuted_layout", 1)
@@ -165,7 +212,32 @@ def copy_tiles(sch, plan, role):
 
 
 def bind_fragments(sch, plan, role):
-    """Every lane computes the elements of scores and accumulators that its registers hold."""
+    """Every lane computes the elements of scores and accumulators that its registers hold.
+
+    Loop nest::
+
+        rows
+          ...
+          gradient
+            j_0 in 4  @threadIdx.y
+              j_3_i_2_fused in 32  @threadIdx.x
+                j_1 in 1  unrolled
+                  i_0 in 4  unrolled
+                    i_1 in 2  unrolled
+                      j_2 in 2  unrolled
+                        i_3 in 2  unrolled
+                          dS  [4, 4, 32, 8] warp
+          ...
+          back
+            j_0 in 4  @threadIdx.y
+              j_3_c_2_fused in 32  @threadIdx.x
+                j_1 in 1  unrolled
+                  c_0 in 4  unrolled
+                    c_1 in 2  unrolled
+                      j_2 in 2  unrolled
+                        c_3 in 2  unrolled
+                          dK_acc  [4, 4, 32, 8] warp
+    """
     for block in role.scores:
         if role.rows == "j":
             sch.reorder(*reversed(loops_of(sch, block, 2)))
@@ -177,7 +249,23 @@ def bind_fragments(sch, plan, role):
 
 
 def bind_products(sch, plan, role):
-    """Warps take their rows of the products, and the products' first values get statements of their own."""
+    """Warps take their rows of the products, and the products' first values get statements of their own.
+
+    Loop nest::
+
+        dov
+          j_0_0 in 4  @threadIdx.y
+            i_0_init in 4  unrolled
+              j_0_1_init in 1  unrolled
+                dP_o_init
+            ...
+            c_0 in 4  unrolled
+              ...
+              i_0 in 4  unrolled
+                ...
+                j_0_1 in 1  unrolled
+                  dP_o_update
+    """
     for product in role.products:
         block = f"{product.block}_o"
         warp, k, column, step = loops_of(sch, block)
@@ -196,7 +284,19 @@ def bind_products(sch, plan, role):
 
 
 def use_tensor_cores(sch, plan, role):
-    """Replace the 16 x 16 copies by ldmatrix and the 16 x 16 x 16 products by mma.sync."""
+    """Replace the 16 x 16 copies by ldmatrix and the 16 x 16 x 16 products by mma.sync.
+
+    Loop nest::
+
+        dsq
+          j_0_0 in 4  @threadIdx.y
+            ...
+            i_0 in 4  unrolled
+              c_0 in 4  unrolled
+                ...
+                j_0_1 in 1  unrolled
+                  dK_acc_new_o_update
+    """
     for product in role.products:
         block = sch.get_sblock(f"{product.block}_o_update")
         for fragment, operand in list(fragments_of(sch, product, block)):
@@ -207,7 +307,17 @@ def use_tensor_cores(sch, plan, role):
 
 
 def pipeline_loads(sch, plan, role):
-    """Copy the tiles that stream by one turn ahead, by cp.async, double buffered."""
+    """Copy the tiles that stream by one turn ahead, by cp.async, double buffered.
+
+    Loop nest::
+
+        rows
+          i_c_fused_0 in 4  unrolled
+            i_c_fused_1 in 4  @threadIdx.y
+              i_c_fused_2 in 32  @threadIdx.x
+                i_c_fused_3 in 8  vectorized
+                  Q_load  [64, 64] shared.dyn
+    """
     loop = loops_of(sch, role.turn)[-1]
     stages = [0 if name in role.streams else 1 for name in role.statements]
     for key, value in (("stage", stages), ("order", list(range(len(stages)))), ("async_stages", [0])):
@@ -220,14 +330,9 @@ STAGES = (place_buffers, lay_out_fragments, tile_products, stage_fragments, bind
 
 def schedule(role, workload, plan, stages=None):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
-    sch = s_tir.Schedule(tvm.IRModule({"main": declare(role, workload, plan)}), debug_mask=0)
-    for stage in STAGES[:stages]:
-        stage(sch, plan, ROLES[role])
-    return sch
+    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role])
 
 
 def build(role, workload, plan, arch):
     """A function compiled for a GPU, as a runtime module; a compiler must be installed around the call (lowering.cuda_compile)."""
-    mod = tvm.IRModule({role: schedule(role, workload, plan).mod["main"].with_attr("global_symbol", role)})
-    with arch.target(), tvm.transform.PassContext(config=CONFIG):
-        return tvm.tirx.build(mod, target=arch.target(), pipeline=PIPELINE)
+    return roles.build(role, schedule(role, workload, plan), arch, PIPELINE, CONFIG)

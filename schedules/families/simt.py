@@ -175,6 +175,17 @@ def unroll_vectors(sch, loop, elements):
     sch.vectorize(vector)
 
 
+def copy_together(sch, block, plan, turned):
+    """Deal a tile [row, channel], four neighbours each, to all threads; the rows first where the tile is stored turned."""
+    row, c = loops_of(sch, block, 2)
+    c, vector = sch.split(c, factors=[None, VECTOR])
+    if turned:
+        sch.reorder(c, row, vector)
+    turn, *_ = sch.split(sch.fuse(*loops_of(sch, block, 3)[:2]), factors=[None, plan.thread_rows, plan.thread_columns])
+    sch.unroll(turn)
+    sch.vectorize(vector)
+
+
 def columns_of(sch, block, plan, reductions=0):
     """Columns of a block's matrix that one thread owns, and how many of them one access takes."""
     columns = int(sch.get(loops_of(sch, block, 2 + reductions)[1]).extent) // plan.thread_columns
@@ -319,13 +330,7 @@ def tile_copies(sch, plan):
                   K_load  [64, 2, 8, 4] shared.dyn
     """
     for block in LOADS:
-        row, c = loops_of(sch, block, 2)
-        c, vector = sch.split(c, factors=[None, VECTOR])
-        if block != "V_load":
-            sch.reorder(c, row, vector)
-        turn, *_ = sch.split(sch.fuse(*loops_of(sch, block, 3)[:2]), factors=[None, plan.thread_rows, plan.thread_columns])
-        sch.unroll(turn)
-        sch.vectorize(vector)
+        copy_together(sch, block, plan, turned=block != "V_load")
 
 
 def bind_grid(sch, plan):

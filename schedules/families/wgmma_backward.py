@@ -25,10 +25,9 @@ The finished nest of dK and dV, one line a group of blocks::
 """
 from dataclasses import dataclass
 
-import tvm
-from tvm import s_tir
 from tvm.s_tir import TensorIntrin
 
+from schedules import roles
 from schedules.families import wgmma_plan
 from schedules.families.backward_roles import ROLES
 from schedules.intrinsics import events
@@ -289,14 +288,9 @@ STAGES = (place_buffers, lay_out_accumulators, lay_out_boxes, tile_products, bin
 
 def schedule(role, workload, plan, stages=None):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
-    sch = s_tir.Schedule(tvm.IRModule({"main": declare(role, workload, plan)}), debug_mask=0)
-    for stage in STAGES[:stages]:
-        stage(sch, plan, ROLES[role])
-    return sch
+    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role])
 
 
 def build(role, workload, plan, arch):
     """A function compiled for a GPU, as a runtime module; a compiler must be installed around the call (lowering.cuda_compile)."""
-    mod = tvm.IRModule({role: schedule(role, workload, plan).mod["main"].with_attr("global_symbol", role)})
-    with arch.target(), tvm.transform.PassContext(config=CONFIG):
-        return tvm.tirx.build(mod, target=arch.target(), pipeline=PIPELINE)
+    return roles.build(role, schedule(role, workload, plan), arch, PIPELINE, CONFIG)

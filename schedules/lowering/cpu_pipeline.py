@@ -8,6 +8,7 @@ from tvm import s_tir, tirx
 
 from schedules.lowering import pass_lists, rewrite
 from schedules.lowering.empty_tiles import mark_empty_tiles, skip_empty_tiles
+from schedules.lowering.keep_wide import keep_wide
 from schedules.lowering.polynomial_exp2 import polynomial_exp2
 
 #: Pass configuration that goes with the pipeline: the stock one.
@@ -15,20 +16,6 @@ CONFIG = {}
 
 #: Mark of the loop over the tiles of one thread.
 TO_AND_FRO = "pragma_flashtir_to_and_fro"
-
-
-@rewrite.function_pass("flashtir.KeepWide")
-def keep_wide(func):
-    """Remove the casts float32 -> 16 bits -> float32 that TVM puts around a 16-bit tile which a schedule keeps in float32.
-
-    A value from a 16-bit input comes out the same; a probability keeps digits that the input type has no room for.
-    """
-    def unwrap(outer):
-        inner = outer.value
-        narrow = isinstance(inner, tirx.Cast) and str(inner.ty) in ("float16", "bfloat16") and str(outer.ty) == "float32"
-        return inner.value if narrow and str(inner.value.ty) == "float32" else outer
-
-    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.Cast, unwrap)))
 
 
 @rewrite.function_pass("flashtir.DropHints")

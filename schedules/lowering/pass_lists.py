@@ -7,6 +7,8 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.tirx.compilation_pipeline import register_tir_pipeline
 
+from schedules.lowering.wide_offsets import wide_offsets
+
 #: Pass configuration that leaves loops to nvcc to unroll: written out by TVM, some lane indices could not be proved.
 UNROLLED_BY_NVCC = {"tirx.UnrollLoop": {"explicit_unroll": False, "auto_max_step": 0}}
 
@@ -35,8 +37,8 @@ def blocks_to_loops():
 
 
 def flatten():
-    """Buffers become flat, indices 32 bits wide, and bfloat16 arithmetic float32."""
-    return [tirx.transform.FlattenBuffer(), tirx.transform.BF16ComputeLegalize(), tirx.transform.NarrowDataType(32)]
+    """Buffers become flat, indices 32 bits wide unless the function wants 64, and bfloat16 arithmetic float32."""
+    return [tirx.transform.FlattenBuffer(), tirx.transform.BF16ComputeLegalize(), tirx.transform.NarrowDataType(32), wide_offsets()]
 
 
 def split_key_loop(split):

@@ -1,5 +1,6 @@
-"""Pipeline `flashtir_simt`: TVM's own pass list for CUDA, cut short to what the simt family needs, with three passes more.
+"""Pipeline `flashtir_simt`: TVM's own pass list for CUDA, cut short to what the simt family needs, with four passes more.
 
+* `keep_wide` lets the backward pass keep tiles of 16-bit inputs in float32.
 * `guard_masked_tiles` leaves the question whether a key exists to the tiles that need a mask.
 * `split_masked_tiles` cuts the loop over key tiles at the first tile without mask, so that interior tiles run without either. It
   stands before LoopPartition, which would cut a symbolic loop wrongly, and before unrolling, while there is one mask to see.
@@ -11,6 +12,7 @@ from tvm import s_tir, tirx
 from schedules.lowering import pass_lists, rewrite
 from schedules.lowering.aligned_strides import aligned_strides
 from schedules.lowering.empty_tiles import mark_empty_tiles, skip_empty_tiles
+from schedules.lowering.keep_wide import keep_wide
 
 #: Pass configuration that goes with the pipeline: the stock one.
 CONFIG = {}
@@ -45,6 +47,7 @@ def guard_masked_tiles(func):
 
 
 pass_lists.register("flashtir_simt", [
+    keep_wide(),
     mark_empty_tiles(),
     *pass_lists.blocks_to_loops(),
     *pass_lists.flatten(),

@@ -4,7 +4,9 @@ In a search the order is a sampled value, which may only flow into an annotation
 this pass, first in the pipeline, turns it into TVM's stage and order lists.
 """
 import tvm
+import tvm_ffi
 from tvm import s_tir
+from tvm.s_tir.stmt import SBlock
 
 from schedules.lowering.rewrite import function_pass
 
@@ -60,14 +62,15 @@ def overlapped_lists(slack):
 
 
 def _expand(func, mark, lists, annotations=()):
-    """Replace the integer `mark` on block `attn` by the key loop's pipeline annotations."""
-    sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
-    attn = sch.get_sblock("attn")
-    marks = sch.get(attn).annotations
-    if mark not in marks:
+    """Replace the integer `mark` on block `attn` by the key loop's pipeline annotations; a function without the mark stays as it is."""
+    marks = []
+    tvm_ffi.structural_walk(func.body, (SBlock, lambda block: marks.extend(
+        value for key, value in block.annotations.items() if key == mark)))
+    if not marks:
         return func
-    stages, order = lists(int(marks[mark]))
-    sch.unannotate(attn, mark)
+    stages, order = lists(int(marks[0]))
+    sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
+    sch.unannotate(sch.get_sblock("attn"), mark)
     loop = sch.get_loops(sch.get_sblock("kv"))[-1]
     for key, value in (("stage", stages), ("order", order), *annotations):
         sch.annotate(loop, f"software_pipeline_{key}", value)

@@ -1,0 +1,61 @@
+"""Plans of the family mma_backward: their fields, what they take of the chip, and the seeds."""
+from dataclasses import dataclass
+
+from schedules.families.backward_roles import ROLES
+from schedules.families.mma_plan import OTHER_REGISTERS, without_tensor_cores
+from schedules.plan import Budget, Plan, first_of, fitting, require
+
+NAME = "mma_backward"
+
+
+@dataclass(frozen=True)
+class MmaBackwardPlan(Plan):
+    """Knobs of one of the two functions.
+
+    warps           warps of a thread block; each takes a part of the rows that stay
+    register_level  ptxas' --register-usage-level, 0 (fewest) to 10
+    """
+
+    warps: int
+    register_level: int = 10
+
+
+#: (q_tile, kv_tile, warps) for each role, by most channels.
+TILES = {"dq": {64: (128, 64, 4), 128: (64, 64, 4)}, "dk_dv": {64: (64, 128, 4), 128: (64, 64, 4)}}
+
+
+def decline(workload, arch):
+    """Why this family does not take the workload, or None."""
+    reason = without_tensor_cores(workload, arch)
+    if reason is not None:
+        return reason
+    if not {workload.head_dim, workload.value_dim} <= set(TILES["dq"]):
+        return f"head dimensions must be {' or '.join(map(str, TILES['dq']))}, not {workload.head_dim} and {workload.value_dim}"
+    return None
+
+
+def default_plan(role, workload, arch):
+    """The tile for so many channels."""
+    channels = max(workload.head_dim, workload.value_dim)
+    plans = (MmaBackwardPlan(*tile) for most, tile in sorted(TILES[role].items()) if most >= channels)
+    return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
+
+
+def budget(role, workload, arch, plan):
+    """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
+    stays, streams = ROLES[role].tiles(plan)
+    d, dv, threads = workload.head_dim, workload.value_dim, 32 * plan.warps
+    require(stays % (16 * plan.warps) == 0, "the tile that stays must be a multiple of 16 rows for each warp",
+            f"{stays} rows and {plan.warps} warps", "change either")
+    require(streams % 16 == 0, "the tile that streams by must be a multiple of 16", streams, "round it")
+    sums = d if role == "dq" else d + dv
+    return Budget((
+        ("threads", threads, arch.threads_per_block, "of a block"),
+        ("shared memory", 2 * (stays + 2 * streams) * (d + dv) + 8 * plan.q_tile, arch.smem_bytes, "bytes"),
+        ("registers, about", stays * (sums + 2 * streams) // threads + OTHER_REGISTERS, arch.registers_per_thread, "per thread"),
+    )).check(plan, arch)
+
+
+def compiler_options(plan):
+    """What ptxas is asked for."""
+    return {"register_level": plan.register_level}

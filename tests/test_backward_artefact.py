@@ -183,5 +183,6 @@ class TestExport:
         assert not list(tmp_path.iterdir())
 
     def test_who_declines_says_why(self):
-        with pytest.raises(NoSchedule, match=r"gradients of .*wgmma_backward: sm_75 has no wgmma.*; simt_backward: .*bfloat16.*; cpu_backward: sm_75 is no CPU"):
+        told = r"gradients of .*wgmma_backward: sm_75 has no wgmma.*; simt_backward: .*bfloat16.*; cpu_backward: sm_75 is no CPU"
+        with pytest.raises(NoSchedule, match=told):
             backward.taker(replace(WORKLOAD, dtype="bfloat16"), cuda_arch("sm_75"))

@@ -21,11 +21,19 @@ from te_defs.flash_attention_backward import attention_dk_dv
 OPERANDS, OWN = 6, 9
 
 
-class QuerySum:
-    """What `attention_dk_dv` does besides: it builds the blocks that add up dQ."""
+def in_order(c):
+    """Channels of dQ_sum as those of Q."""
+    return c
 
-    def __init__(self):
-        self.tensor = None
+
+class QuerySum:
+    """What `attention_dk_dv` does besides: it builds the blocks that add up dQ.
+
+    place_of  where dQ_sum keeps channel c
+    """
+
+    def __init__(self, place_of):
+        self.place_of, self.tensor = place_of, None
 
     def declare(self, Q):
         """The tensor that takes the sums, like Q in float32."""
@@ -41,23 +49,23 @@ class QuerySum:
         with T.sblock("dsk"):
             product(part, "dQ_part", "icj", dS_cast.shape[1], lambda i, j: dS_cast[i, j], lambda c, j: K_tile[j, c])
         with T.sblock("sum"), block("dQ_sum", "ic", part.shape) as (i, c):
-            row = [entry, first + q0 + i, head, c]
+            at = [entry, first + q0 + i, head, self.place_of(c)]
             with T.If(q0 + i < n), T.Then():
-                T.buffer_store(self.tensor, self.tensor[tuple(row)] + part[i, c], row)
+                T.buffer_store(self.tensor, self.tensor[tuple(at)] + part[i, c], at)
 
 
-def attention_dk_dv_dq(workload, q_tile, kv_tile):
+def attention_dk_dv_dq(workload, q_tile, kv_tile, place_of=in_order):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ_sum [B, N, H, D]
     float32, dK [B, M, G, D], dV [B, M, G, DV], scale, ...) -> None. As `attention_dk_dv`; besides dQ / scale is added to dQ_sum, which holds
-    zeros before the call."""
-    func = attention_dk_dv(workload, q_tile, kv_tile, QuerySum())
+    zeros before the call, and keeps channel c at place_of(c)."""
+    func = attention_dk_dv(workload, q_tile, kv_tile, QuerySum(place_of))
     params = list(func.params)
     params.insert(OPERANDS, params.pop(OWN))
     return tirx.PrimFunc(params, func.body, func.ret_type, func.attrs)
 
 
-def attention_dq_cast(workload):
-    """PrimFunc (dQ_sum [B, N, H, D] float32, dQ [B, N, H, D], scale) -> None: dQ = scale * dQ_sum, in the element type."""
+def attention_dq_cast(workload, place_of=in_order):
+    """PrimFunc (dQ_sum [B, N, H, D] float32, dQ [B, N, H, D], scale) -> None: dQ = scale * dQ_sum, in the element type; as above."""
     dtype, D = workload.dtype, workload.head_dim
 
     @T.prim_func(s_tir=True)
@@ -69,6 +77,6 @@ def attention_dq_cast(workload):
         for b, i, h, c in T.grid(B, N, H, D):
             with T.sblock("dQ"):
                 vb, vi, vh, vc = T.axis.remap("SSSS", [b, i, h, c])
-                dQ[vb, vi, vh, vc] = T.cast(dQ_sum[vb, vi, vh, vc] * scale, dtype)
+                dQ[vb, vi, vh, vc] = T.cast(dQ_sum[vb, vi, vh, place_of(vc)] * scale, dtype)
 
     return dq_cast

@@ -28,6 +28,12 @@ def substitute(node, values):
     return tvm_ffi.structural_map(node, (tirx.Var, lambda var: next((new for old, new in values.items() if var.same_as(old)), var)))
 
 
+def once(value):
+    """A call that hides an integer, so that it is computed where it stands and not wherever it is used."""
+    source = "__device__ __forceinline__ int flashtir_once(int value) { return value; }\n"
+    return T.cuda.func_call("flashtir_once", value, source_code=source, return_type="int32")
+
+
 def is_call(expr, name):
     return isinstance(expr, tvm.ir.Call) and getattr(expr.op, "name", "").split(".")[-1] == name
 

@@ -17,7 +17,7 @@ from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
 from schedules.intrinsics.wgmma import GROUP_WARPS
 from schedules.lowering import bulk_loads, order_of_work, rewrite, row_statistics, work_tiles
-from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
+from schedules.lowering.rewrite import FULL_WARP, function_pass, once, substitute
 from schedules.lowering.rings import Rings
 from te_defs.lengths import FIRST_ROW, Part
 
@@ -204,7 +204,7 @@ class _Roles:
         query_tiles = tirx.truncdiv(rows + (box_rows - 1), box_rows)
         dealt = order_of_work.deal(self.order_of_work, wave, self.grid.node.var, blocks, batch * heads, query_tiles)
         number = tirx.Var("tile", "int32")
-        body = _sequence([tirx.Bind(number, T.cuda.func_call("flashtir_once", dealt, source_code=ONCE, return_type="int32")),
+        body = _sequence([tirx.Bind(number, once(dealt)),
                           substitute(body, {self.grid.node.var: number - wave * blocks})])
         return _sequence([tirx.AllocBuffer(counts), tirx.BufferStore(counts, _number(0), [_number(0)]),
                           tirx.For(wave, loop.min, loop.extent, loop.kind, body, None, {"disable_unroll": True}, loop.step)])
@@ -316,6 +316,11 @@ class _Roles:
     def group_bytes(self, done, tiles, rows_bytes):
         return self.warp % GROUP_WARPS * rows_bytes
 
+    def meet(self, done, tiles, pointer, ring):
+        """What a thread has written is made visible to products first; the barrier is one that no turns are taken at."""
+        return [T.ptx.fence.proxy.async_.shared__cta(),
+                T.ptx.bar.sync(_number(self.groups + 1, "uint32"), _number(self.groups * GROUP, "uint32"))]
+
     def wait_scores(self, done, tiles, key_tile):
         # The peeled first tile has no product in front of it.
         return [T.ptx.wgmma.wait_group.sync.aligned(0 if isinstance(key_tile, tirx.IntImm) else 1)]
@@ -347,9 +352,6 @@ class _Roles:
         if not self.takes_turns:
             return []
         return [tirx.IfThenElse(tirx.LT(self.warp, _number(GROUP_WARPS)), _evaluate(self.named_barrier("sync", _number(0))), None)]
-
-#: Hides an expression behind a call, so that it is computed where it stands and not wherever its value is used.
-ONCE = "__device__ __forceinline__ int flashtir_once(int value) { return value; }\n"
 
 
 def _evaluate(value):

@@ -104,8 +104,9 @@ class _Parameters:
             if not mask.knows_queries:
                 begin, end = (mask.position((first + t) * q_tile + row, n, m) for row in (0, q_tile - 1))
                 return tirx.And(mask.key_begin(end, m) <= k0, (k0 + kv_tile - 1 if hides_end else last) < mask.key_end(begin, m))
-            start = tiles_of(mask.query_begin(last, n, m), q_tile) - first
-            below = t >= (tirx.Select(k0 + kv_tile <= m, start, turns) if hides_end else start)
+            below = t >= tiles_of(mask.query_begin(last, n, m), q_tile) - first
+            if hides_end:  # not as a choice, for which a compiler would branch
+                below = tirx.And(below, t >= (k0 + kv_tile - m) * turns)
             if mask.from_start:  # then every key is seen up to the last query
                 return below
             end = mask.query_end(k0, n, m)

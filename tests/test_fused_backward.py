@@ -4,11 +4,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tvm
+from tvm import s_tir
 
-from te_defs.workload import Shape, Workload, make_arguments
-from tests.backward import Fused, problem, verdict
-from tests.test_backward import CALLS, FEATURES, LENGTHS, WORKLOADS, featured
+from schedules.arch import cuda_arch
+from schedules.families import dq_cast, wgmma_fused_backward
+from schedules.lowering import reduce_adds
+from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
+from schedules.plan import PlanError
+from te_defs.flash_attention_backward import attention_delta
+from te_defs.fused_backward import attention_dq_cast
 from te_defs.lengths import sample
+from te_defs.workload import Shape, Workload, make_arguments
+from tests.backward import Fused, check_ragged, problem, unbound, verdict
+from tests.test_backward import CALLS, FEATURES, LENGTHS, WORKLOADS, featured
+
+ARCH = cuda_arch("sm_90a")
+PLAN = wgmma_fused_backward.WgmmaBackwardPlan(q_tile=64, kv_tile=64)
+SCHEDULED = [(Workload(64, 128, "float16", "causal"), PLAN), (Workload.parse("fwd_d64_dv64_bf16_window+softcap"), PLAN),
+             (Workload(64, 64, "float16", "full"), PLAN.but(kv_tile=128)), (Workload(64, 64, "float16", "full"), PLAN.but(q_tile=128, kv_tile=128))]
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +66,18 @@ def test_keys_past_the_end_add_nothing(fused):
     q[:], k[:] = 5, -5
     lse[:] = np.log(40) - 400
     assert np.isfinite(fused(it)(dout, q, k, v, out, lse, 1.0)[0].astype(np.float32)).all()
+
+
+class Scheduled(Fused):
+    """The functions up to the stage that binds threads, on llvm."""
+
+    def __init__(self, workload, plan):
+        cast = s_tir.Schedule(tvm.IRModule({"main": attention_dq_cast(workload, reduce_adds.column_of)}), debug_mask=0)
+        dq_cast.give_rows_lanes(cast)
+        fused = wgmma_fused_backward.schedule(workload, plan, unbound(wgmma_fused_backward))
+        self.compile(attention_delta(workload), fused.mod, cast.mod)
+
+
+@pytest.mark.parametrize("workload, plan", SCHEDULED, ids=lambda it: getattr(it, "name", f"{it}"))
+def test_numbers_before_threads_are_bound(workload, plan):
+    check_ragged(Scheduled(workload, plan), workload)

@@ -19,7 +19,7 @@ from tvm import s_tir
 from tvm.s_tir import TensorIntrin
 
 from schedules.families import dq_cast, wgmma_backward
-from schedules.families.wgmma_backward import CONFIG, PIPELINE, ROLES, WgmmaBackwardPlan, compiler_options, ring_of
+from schedules.families.wgmma_backward import CONFIG, PIPELINE, ROLES, WgmmaBackwardPlan, ring_of
 from schedules.intrinsics import events, wgmma_exchange
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.lowering import reduce_adds, rings
@@ -65,6 +65,11 @@ def budget(workload, arch, plan):
             "consumer warpgroups must be able to share 64 query rows each, or parts of 32 channels", f"q_tile={plan.q_tile}",
             "choose 64, or as many as key rows")
     return wgmma_backward.budget(ROLE, workload, arch, plan, rings.MET_COPIES * intrinsics.ELEMENT_BYTES * plan.q_tile * plan.kv_tile)
+
+
+def compiler_options(plan):
+    """What ptxas is asked for: its own level, at which all accumulators find room."""
+    return {"register_level": 5}
 
 
 def intrinsics_of(dtype, plan, channels):

@@ -3,13 +3,15 @@ from dataclasses import dataclass
 
 import tvm
 
-from schedules.families import cpu_backward, delta, mma_backward, simt_backward, wgmma_backward
+from schedules.families import cpu_backward, delta, dq_cast, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward
 from schedules.plan import Plan
 from schedules.registry import NoSchedule
 
-#: In order of preference: the first family that does not decline is the default.
-FAMILIES = (wgmma_backward, mma_backward, simt_backward, cpu_backward)
-#: What a family schedules.
+#: By the order in which dQ is summed, in order of preference: the first family that does not decline is the default. In order, two runs
+#: give the same bits; in any order, all gradients come from one function that adds to float32 sums in memory.
+IN_ORDER, ANY_ORDER = "in-order", "any-order"
+FAMILIES = {IN_ORDER: (wgmma_backward, mma_backward, simt_backward, cpu_backward), ANY_ORDER: (wgmma_fused_backward,)}
+#: What a family that sums in order schedules.
 ROLES = ("dk_dv", "dq")
 
 
@@ -24,33 +26,45 @@ class Plans:
         return f"dk_dv: {self.dk_dv}; dq: {self.dq}"
 
 
-def function_names(place=1):
-    """Symbols of the functions for delta, for dK and dV, and for dQ, in this place of an artefact."""
-    suffix = "" if place == 1 else f"_variant{place}"
-    return tuple(f"attention_backward_{name}{suffix}" for name in ("delta", *ROLES))
+def adds(family):
+    """Whether a family's gradients are summed in any order."""
+    return family in FAMILIES[ANY_ORDER]
 
 
-def taker(workload, arch):
+def function_names(any_order, place=1):
+    """Symbols of the functions in this place of an artefact: for delta, for dK and dV, and for dQ; in any order for delta, for dK, dV and
+    sums of dQ, for dQ from these, and for the zeros that they start from."""
+    names = ("delta", "fused", "dq_cast", "dq_zeros") if any_order else ("delta", *ROLES)
+    return tuple(f"attention_backward_{name}{'' if place == 1 else f'_variant{place}'}" for name in names)
+
+
+def taker(workload, arch, order=IN_ORDER):
     """The first family that takes the workload on an architecture; NoSchedule, with the reason of each, where there is none."""
-    reasons = {family: family.decline(workload, arch) for family in FAMILIES}
+    reasons = {family: family.decline(workload, arch) for family in FAMILIES[order]}
     found = next((family for family, reason in reasons.items() if reason is None), None)
     if found is None:
         listed = "; ".join(f"{family.NAME}: {reason}" for family, reason in reasons.items())
-        raise NoSchedule(f"a schedule for the gradients of {workload.name} on {arch.name} was wanted, every family declined ({listed}): "
-                         "choose another target or workload")
+        raise NoSchedule(f"a schedule for the gradients of {workload.name}, {order}, on {arch.name} was wanted, every family declined "
+                         f"({listed}): choose another target or workload")
     return found
 
 
 def default_plans(family, workload, arch):
-    """A family's seeds."""
+    """A family's seeds: Plans, or the plan of the one function where dQ is summed in any order."""
+    if adds(family):
+        return family.default_plan(workload, arch)
     return Plans(*(family.default_plan(role, workload, arch) for role in ROLES))
 
 
 def build(family, workload, plans, arch, place=1):
-    """The three functions, lowered by the family's pipeline and compiled for `arch`, as one runtime module; for CUDA a compiler must be
+    """The functions, lowered by the family's pipeline and compiled for `arch`, as one runtime module; for CUDA a compiler must be
     installed around the call (schedules.lowering.cuda_compile)."""
-    parts = delta.schedule(workload, arch), *(family.schedule(role, workload, getattr(plans, role)) for role in ROLES)
-    mod = tvm.IRModule({name: sch.mod["main"].with_attr("global_symbol", name) for name, sch in zip(function_names(place), parts)})
+    if adds(family):
+        parts = delta.schedule(workload, arch), family.schedule(workload, plans), dq_cast.schedule(workload), dq_cast.zeros(workload)
+    else:
+        parts = delta.schedule(workload, arch), *(family.schedule(role, workload, getattr(plans, role)) for role in ROLES)
+    names = function_names(adds(family), place)
+    mod = tvm.IRModule({name: sch.mod["main"].with_attr("global_symbol", name) for name, sch in zip(names, parts)})
     target = arch.target()
     with target, tvm.transform.PassContext(config=family.CONFIG):
         return tvm.tirx.build(mod, target=target, pipeline=family.PIPELINE)

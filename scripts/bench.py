@@ -68,7 +68,7 @@ def our_plans(args, device, workload):
     """{"default": (family, plan, None), "tuned": (family, plan, figures)}, the tuned one where there is a record; prints a line of each."""
     plans = {"default": (*options.default_plan(args, device, workload), None)}
     if args.backward:  # which has no tuned plans
-        family = backward.taker(workload, device.arch)
+        family = backward.taker(workload, device.arch, args.backward)
         print(f"{workload.name} backward: family {family.NAME}, {backward.default_plans(family, workload, device.arch)}", flush=True)
         return plans
     try:
@@ -89,7 +89,7 @@ def our_kernels(args, device, workloads, folder):
     cuda_toolkit(device.arch)
     kernels = {workload: {} for workload in workloads}
     for (workload, name), path in paths.items():
-        kernels[workload][name] = load_checked(name, workload, device, path, args.backward)
+        kernels[workload][name] = load_checked(name, workload, device, path, bool(args.backward))
     return kernels
 
 
@@ -97,7 +97,7 @@ def compare(args, device, kernels, workload, length):
     """(rows, sentences) of one workload and length: a dict for each contestant, and who was left out and why."""
     shape = standard_shape(workload, length, args.tokens, args.hidden)
     torch_is_here = importlib.util.find_spec("torch") is not None
-    data = (TorchData if torch_is_here else TvmData)(workload, shape, device.kind, args.seed, args.backward)
+    data = (TorchData if torch_is_here else TvmData)(workload, shape, device.kind, args.seed, bool(args.backward))
     behind = workload.head_dim**-0.5, *data.arguments
     ours = [Contestant(name, functools.partial(module["flash_attention_forward"], *data.tensors, *behind))
             for name, module in kernels.items()]
@@ -207,7 +207,7 @@ def make_parser():
     parser.add_argument("--family", default=None, help="family of the default plan; None: the first that takes the workload")
     def size(name):
         return "None: " + ", ".join(f"{sizes[name]} on {kind}" for kind, sizes in SIZES.items()).replace("(", "").replace(")", "")
-    parser.add_argument("--backward", action="store_true", help="time the gradients, by their default plans")
+    options.add_backward(parser, "time the gradients, by their default plans")
     parser.add_argument("--lengths", type=int, nargs="+", default=None, help="sequence lengths; " + size("lengths"))
     parser.add_argument("--tokens", type=int, default=None, help="batch x length, at least one sequence; " + size("tokens"))
     parser.add_argument("--hidden", type=int, default=None, help="heads x head dimension; " + size("hidden"))

@@ -42,7 +42,7 @@ def make_parser():
     parser.add_argument("--also", action="append", nargs="+", default=[], metavar="SM",
                         help="a further variant for calls that those before it cannot serve, such as sm_80 sm_89: lowered for the first of "
                              "these architectures, tuned where a log is for that, else with the default plan; can be repeated")
-    parser.add_argument("--backward", action="store_true", help="put the gradients in, too: a function flash_attention_backward")
+    options.add_backward(parser, "put the gradients in, too: a function flash_attention_backward")
     parser.add_argument("--output", type=Path, default=None, help="the .so to write; None: build/<device>/<workload>.so")
     parser.add_argument("--seed", type=options.seed, default=0, help="seed of the check cases")
     return parser
@@ -107,7 +107,8 @@ def run(args):
     kernels = []
     for it in choices:
         kernels += build_kernels(it.family, workload, it.plan, it.arch, it.archs, it.measured, len(kernels) + 1)
-    gradients = [build_gradients(workload, it.arch, it.archs, place) for place, it in enumerate(choices, 1)] if args.backward else []
+    gradients = [build_gradients(workload, it.arch, it.archs, place, order=args.backward)
+                 for place, it in enumerate(choices if args.backward else (), 1)]
     for line in [line for kernel in (*kernels, *gradients) for line in kernel.figures()]:
         print(line)
     for path in write_artefact(kernels, workload, output, args.seed, gradients):

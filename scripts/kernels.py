@@ -91,22 +91,24 @@ def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1
             for number, (found, (of, entry, serves)) in enumerate(zip(figures, wanted), place)]
 
 
-def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None):
+def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, order=backward.IN_ORDER):
     """Kernel of the gradients of a workload: delta, dK with dV, and dQ, lowered for `arch`.
 
     archs   further architectures, as in `build_kernel`
     place   among the artefact's variants for gradients
     family  None: the first that takes the workload
+    order   in which dQ is summed, a key of schedules.backward.FAMILIES
     plans   schedules.backward.Plans; None: the family's seeds
     """
-    family = family or backward.taker(workload, arch)
+    family = family or backward.taker(workload, arch, order)
     plans = plans or backward.default_plans(family, workload, arch)
     toolkit, compiler = cuda_toolkit(arch), nullcontext()
     if toolkit is not None:
-        compiler = cuda_compiler(toolkit, archs or (arch.name,), CudaOptions(**family.compiler_options(plans.dk_dv)))
+        compiler = cuda_compiler(toolkit, archs or (arch.name,), CudaOptions(**family.compiler_options(getattr(plans, "dk_dv", plans))))
     with compiler as log:
         module = backward.build(family, workload, plans, arch, place)
-    return Kernel(variant_of(module, family, arch, plans, log.kernels if log else ()), toolkit)
+    variant = variant_of(module, family, arch, plans, log.kernels if log else ())
+    return Kernel(replace(variant, adds=backward.adds(family)), toolkit)
 
 
 def write_artefact(kernels, workload, path, seed=0, gradients=()):
@@ -119,11 +121,11 @@ def write_artefact(kernels, workload, path, seed=0, gradients=()):
     return export_artefact(variants, workload, path, manifest, check_cases(workload, seed, bool(gradients)), backward_variants)
 
 
-def build_artefact(family_name, workload, plan, arch, path, measured=None, gradients=False):
-    """Build a plan and write it as an artefact, with `gradients` too; the path of the .so. Takes and returns what another process can be
-    sent."""
+def build_artefact(family_name, workload, plan, arch, path, measured=None, order=None):
+    """Build a plan and write it as an artefact, with gradients whose sums are made in this order, if any; the path of the .so. Takes and
+    returns what another process can be sent."""
     kernels = build_kernels(registry.family_named(family_name), workload, plan, arch, measured=measured)
-    return write_artefact(kernels, workload, path, gradients=[build_gradients(workload, arch)] if gradients else ())[0]
+    return write_artefact(kernels, workload, path, gradients=[build_gradients(workload, arch, order=order)] if order else ())[0]
 
 
 def build_artefacts(jobs):

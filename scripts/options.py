@@ -1,7 +1,7 @@
 """Options that several commands have, each worded once, and what they resolve to."""
 import argparse
 
-from schedules import registry
+from schedules import backward, registry
 from schedules.tuning.log import data_of
 from schedules.tuning.records import ForeignLog, NoRecord, best_record
 from scripts import cli
@@ -45,6 +45,13 @@ def add_plan(group):
                        help="best: the tuned plan, refused where the log has none; default: the family's seed plan, untuned")
     group.add_argument("--gpu", default=None, help="folder of the device whose log is meant, such as nvidia-h200; None: this machine's")
     add_logs(group)
+
+
+def add_backward(group, what):
+    """--backward, alone or with an order of sums."""
+    group.add_argument("--backward", nargs="?", const=backward.IN_ORDER, choices=tuple(backward.FAMILIES), default=None,
+                       help=f"{what}; {backward.IN_ORDER}, which it means alone: two runs give the same bits; {backward.ANY_ORDER}: dQ is "
+                            "added up in float32 memory, which is faster where it is offered")
 
 
 def workload_of(text, device):

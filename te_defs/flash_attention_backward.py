@@ -91,9 +91,10 @@ class _Parameters:
         return replace(part, **{name: value if any(value is known for known in (b, 0, N, M))
                                 else T.bind(value, var=tirx.Var(name, "int32")) for name, value in vars(part).items()})
 
-    def query_tiles(self, k0, q_tile, kv_tile, n, m):
+    def query_tiles(self, k0, q_tile, kv_tile, n, m, hides_end=False):
         """(first, number, whole) of the query tiles that see a key of the tile from k0 on, at least one, as pipelines can tell;
-        whole(t) says whether all rows of the tile in turn t see all keys. Rows and keys past the end may see anything."""
+        whole(t) says whether all rows of the tile in turn t see all keys. Rows and keys past the end may see anything; such keys are hidden
+        from all rows where `hides_end`."""
         mask, last = self.mask, minimum(k0 + kv_tile, m) - 1
         first = mask.query_begin(k0, n, m) // q_tile
         turns = tiles_of(mask.query_end(last, n, m), q_tile) - first
@@ -102,8 +103,10 @@ class _Parameters:
         def whole(t):
             if not mask.knows_queries:
                 begin, end = (mask.position((first + t) * q_tile + row, n, m) for row in (0, q_tile - 1))
-                return tirx.And(mask.key_begin(end, m) <= k0, last < mask.key_end(begin, m))
+                return tirx.And(mask.key_begin(end, m) <= k0, (k0 + kv_tile - 1 if hides_end else last) < mask.key_end(begin, m))
             below = t >= tiles_of(mask.query_begin(last, n, m), q_tile) - first
+            if hides_end:  # not as a choice, for which a compiler would branch
+                below = tirx.And(below, t >= (k0 + kv_tile - m) * turns)
             if mask.from_start:  # then every key is seen up to the last query
                 return below
             end = mask.query_end(k0, n, m)
@@ -180,7 +183,7 @@ def score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given, plac
         each(dS_cast, "dS_cast", "ij", lambda i, j: T.cast(dS[i, j], dS_cast.dtype))
 
 
-def attention_dk_dv(workload, q_tile, kv_tile):
+def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dK [B, M, G, D],
     dV [B, M, G, DV], scale, ...) -> None.
 
@@ -190,9 +193,10 @@ def attention_dk_dv(workload, q_tile, kv_tile):
 
     q_tile   query rows of a tile (Br in the paper)
     kv_tile  key rows of a tile (Bc)
+    query_sum  a te_defs.fused_backward.QuerySum, which adds dQ up as well; None: nothing does
     """
     dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)
-    PACKED, BOUND = workload.lengths == "packed", bool(given.tables)
+    PACKED, BOUND, ADDS = workload.lengths == "packed", bool(given.tables), query_sum is not None
 
     def stored(value, j, m):
         """What key row j gets: past the length of its batch entry zero."""
@@ -211,18 +215,19 @@ def attention_dk_dv(workload, q_tile, kv_tile):
         delta = T.match_buffer(d, (B, H, N), "float32", align=4)
         dK = T.match_buffer(d_k, (B, M, G, D), dtype, align=4)
         dV = T.match_buffer(d_v, (B, M, G, DV), dtype, align=4)
+        sums = T.meta_var([query_sum.declare(Q)] if ADDS else [])
         sequences, longest = T.meta_var(given.sizes(B, N, M)[::2])
         # The first key tile first: under a causal mask the most queries see it, and a grid ends best on its short tiles.
         for b, g, r in T.grid(sequences, G, tiles_of(longest, kv_tile)):
             with T.sblock("attn"):
                 vb, vg, vr = T.axis.remap("SSS", [b, g, r])
                 if BOUND:
-                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *given.tables, *given.operands))
-                    T.writes(given.touched(dK, dV))
+                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *sums, *given.tables, *given.operands))
+                    T.writes(given.touched(dK, dV, *sums))
                 part = T.meta_var(given.part(vb, N, M))
                 n, m = T.meta_var((part.queries, part.keys))
                 k0 = T.meta_var(vr * kv_tile)
-                first, turns, whole = T.meta_var(given.query_tiles(k0, q_tile, kv_tile, n, m))
+                first, turns, whole = T.meta_var(given.query_tiles(k0, q_tile, kv_tile, n, m, hides_end=ADDS))
                 K_tile = T.sblock_alloc_buffer((kv_tile, D), dtype)
                 V_tile = T.sblock_alloc_buffer((kv_tile, DV), dtype)
                 dK_acc = T.sblock_alloc_buffer((kv_tile, D), "float32")
@@ -271,6 +276,8 @@ def attention_dk_dv(workload, q_tile, kv_tile):
                         with T.sblock("dsq"):
                             product(dK_acc_new, "dK_acc_new", "jci", q_tile,
                                     lambda j, i: dS_cast[i, j], lambda c, i: Q_tile[i, c], first=dK_acc)
+                        if ADDS:
+                            query_sum.add(dS_cast, K_tile, q0, n, (part.entry, part.first_query, h))
                         with T.sblock("back"):
                             each(dK_acc, "dK_acc", "jc", lambda j, c: dK_acc_new[j, c])
                             each(dV_acc, "dV_acc", "jc", lambda j, c: dV_acc_new[j, c])

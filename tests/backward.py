@@ -6,6 +6,7 @@ import tvm
 
 from te_defs import reference
 from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
+from te_defs.fused_backward import attention_dk_dv_dq, attention_dq_cast
 from te_defs.naive import naive_backward
 from te_defs.workload import Shape, make_arguments
 from tests.numbers import QUICK_LLVM
@@ -49,6 +50,25 @@ class Scheduled(Plain):
         self.delta = tvm.compile(attention_delta(workload), QUICK_LLVM)
         self.dq, self.dk_dv = (tvm.compile(family.schedule(role, workload, plans[role], stages).mod, QUICK_LLVM)
                                for role in ("dq", "dk_dv"))
+
+
+class Fused:
+    """The functions with five products, unscheduled: the same call."""
+
+    def __init__(self, workload, q_tile=32, kv_tile=16):
+        self.compile(attention_delta(workload), attention_dk_dv_dq(workload, q_tile, kv_tile), attention_dq_cast(workload))
+
+    def compile(self, *functions):
+        self.delta, self.fused, self.dq_cast = (tvm.compile(function, QUICK_LLVM) for function in functions)
+
+    def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
+        dout, q_, k_, v_, out, lse_ = map(tvm.runtime.tensor, (dout, q, k, v, out, lse))
+        delta, (dq, dk, dv), arguments = tvm.runtime.tensor(np.full_like(lse, np.nan)), _outputs(q, k, v), _handed_over(arguments)
+        dq_sum = tvm.runtime.tensor(np.zeros(q.shape, "float32"))
+        self.delta(dout, out, delta)
+        self.fused(dout, q_, k_, v_, lse_, delta, dq_sum, dk, dv, scale, *arguments)
+        self.dq_cast(dq_sum, dq, scale)
+        return [x.numpy() for x in (dq, dk, dv)]
 
 
 def unbound(family):

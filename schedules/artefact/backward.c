@@ -6,16 +6,21 @@
 RUNTIME void *(*__TVMBackendAllocWorkspace)(int device_type, int device_id, uint64_t bytes, int dtype_code, int dtype_bits) = NULL;
 RUNTIME int (*__TVMBackendFreeWorkspace)(int device_type, int device_id, void *data) = NULL;
 
-/* Memory of a call, like `plain`: a tensor of whoever lends memory to this thread, as PyTorch does, which knows of streams; else of TVM's
- * pool, whose next user in this thread is expected on the same stream. */
+/* A tensor of a call's own: lent by whoever lends memory to this thread, as PyTorch does, which knows of streams; else of TVM's pool, whose
+ * next user in this thread is expected on the same stream. */
 typedef struct {
+  DLTensor plain;
+  TVMFFIAny argument;
   TVMFFIObjectHandle lent;
   void *own;
 } Workspace;
 
-static int allocate(DLTensor *plain, Workspace *workspace) {
+static int allocate(Workspace *workspace, const char *name) {
+  DLTensor *plain = &workspace->plain;
   int64_t bytes = plain->dtype.bits / 8;
   for (int axis = 0; axis < plain->ndim; ++axis) bytes *= plain->shape[axis];
+  workspace->argument = (TVMFFIAny){.type_index = kTVMFFIDLTensorPtr, .v_ptr = plain};
+  if (bytes == 0) return 0;
   if (TVMFFIEnvGetDLPackManagedTensorAllocator() != NULL) {
     if (TVMFFIEnvTensorAlloc(plain, &workspace->lent)) return -1;
     const DLTensor *tensor = (const DLTensor *)((const char *)workspace->lent + sizeof(TVMFFIObject));
@@ -24,45 +29,49 @@ static int allocate(DLTensor *plain, Workspace *workspace) {
   }
   if (__TVMBackendAllocWorkspace != NULL)
     workspace->own = __TVMBackendAllocWorkspace(plain->device.device_type, plain->device.device_id, (uint64_t)bytes, kDLFloat, 32);
-  if (workspace->own == NULL)
-    return fail("RuntimeError", "%lld bytes of memory were wanted for delta, found none: free some", (long long)bytes);
+  if (workspace->own == NULL) return fail("RuntimeError", "%lld bytes were wanted for %s, found no memory: free some", (long long)bytes, name);
   plain->data = workspace->own;
   return 0;
 }
 
-static int release(const DLTensor *plain, const Workspace *workspace) {
+static int release(const Workspace *workspace) {
+  const DLDevice *device = &workspace->plain.device;
   if (workspace->lent != NULL) return TVMFFIObjectDecRef(workspace->lent);
-  return workspace->own == NULL ? 0 : __TVMBackendFreeWorkspace(plain->device.device_type, plain->device.device_id, workspace->own);
+  return workspace->own == NULL ? 0 : __TVMBackendFreeWorkspace(device->device_type, device->device_id, workspace->own);
 }
 
-/* The kernels of a call, one after the other: delta, then dk and dv, then dq. Where there are no queries, keys get zeros, and where there
- * are no keys, queries do. */
-static int launch(void *self, Call *call, TVMFFIAny *delta, TVMFFIAny *result) {
-  HostFunction *const *functions = call->variant->functions;
-  const TVMFFIAny *checked = call->checked;
+/* Call a function with some arguments of its own, and with as many of those behind the tensors of the call as it takes. */
+enum { BEHIND = ARGUMENTS - SCALE, MOST_OWN = 9 };
+static int invoke(void *self, const Call *call, Function function, const TVMFFIAny *own, int count, int behind, TVMFFIAny *result) {
+  TVMFFIAny args[MOST_OWN + BEHIND];
+  memcpy(args, own, count * sizeof *args);
+  memcpy(args + count, call->checked + SCALE, behind * sizeof *args);
+  return call->variant->functions[function](self, args, count + behind, result);
+}
+
+/* The kernels of a call, one after the other: delta, then dk and dv, then dq; or delta and zeros, then dk, dv and sums of dq, then dq. Where
+ * there are no queries, keys get zeros, and where there are no keys, queries do. */
+static int launch(void *self, const Call *call, const TVMFFIAny *delta, const TVMFFIAny *sums, TVMFFIAny *result) {
+  const TVMFFIAny *it = call->checked;
+  bool adds = call->variant->functions[ZEROS] != NULL;
   bool queries = call->longest[0] > 0 && call->views[LSE].span > 0;
   bool keys = call->longest[1] > 0 && call->views[DK].span > 0;
-  enum { SHARED = 6, BEHIND = ARGUMENTS - SCALE };
-  TVMFFIAny args[SHARED + 2 + BEHIND] = {checked[DOUT], checked[Q], checked[K], checked[V], checked[LSE], *delta};
+  TVMFFIAny of_delta[] = {it[DOUT], it[OUT], *delta};
+  TVMFFIAny of_keys[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DK], it[DV]};
+  TVMFFIAny of_all[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, *sums, it[DK], it[DV]};
+  TVMFFIAny of_queries[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DQ]};
+  TVMFFIAny of_sums[] = {*sums, it[DQ]};
 
-  if (queries) {
-    TVMFFIAny of_delta[] = {checked[DOUT], checked[OUT], *delta};
-    if (functions[DELTA](self, of_delta, 3, result)) return -1;
-  }
-  if (keys) {
-    args[SHARED] = checked[DK], args[SHARED + 1] = checked[DV];
-    memcpy(args + SHARED + 2, checked + SCALE, BEHIND * sizeof *args);
-    if (functions[GRADIENTS_OF_KEYS](self, args, SHARED + 2 + BEHIND, result)) return -1;
-  }
+  if (queries && invoke(self, call, DELTA, of_delta, 3, 0, result)) return -1;
+  if (queries && adds && invoke(self, call, ZEROS, of_sums, 1, 0, result)) return -1;
+  if (keys && invoke(self, call, GRADIENTS_OF_KEYS, adds ? of_all : of_keys, adds ? 9 : 8, BEHIND, result)) return -1;
   if (!queries) return 0;
-  args[SHARED] = checked[DQ];
-  memcpy(args + SHARED + 1, checked + SCALE, BEHIND * sizeof *args);
-  return functions[GRADIENTS_OF_QUERIES](self, args, SHARED + 1 + BEHIND, result);
+  return adds ? invoke(self, call, GRADIENTS_OF_QUERIES, of_sums, 2, 1, result)
+              : invoke(self, call, GRADIENTS_OF_QUERIES, of_queries, 7, BEHIND, result);
 }
 
 static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result, const Variant *only) {
   Call call = {0};
-  Workspace workspace = {NULL, NULL};
   if (check_call(&call, args, count, only)) return -1;
   /* Without batch entries nothing is to be written, and without heads of keys there are none of queries. */
   if (call.batch == 0 || call.plain[K].shape[2] == 0) return 0;
@@ -71,11 +80,12 @@ static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny 
   const DLTensor *some = &call.plain[call.views[DQ].span ? DQ : DK];
   for (int i = 0; i < TENSORS; ++i)
     if (call.views[i].span == 0) call.plain[i].data = some->data;
-  DLTensor delta = call.plain[LSE];
-  if (call.views[LSE].span > 0 && allocate(&delta, &workspace)) return -1;
-  TVMFFIAny argument = {.type_index = kTVMFFIDLTensorPtr, .v_ptr = &delta};
-  int failed = launch(self, &call, &argument, result);
-  return release(&delta, &workspace) || failed ? -1 : 0;
+  Workspace delta = {.plain = call.plain[LSE]}, sums = {.plain = call.plain[DQ]};
+  sums.plain.dtype = delta.plain.dtype;
+  int failed = allocate(&delta, "delta") || (call.variant->functions[ZEROS] != NULL && allocate(&sums, "sums of dq")) ||
+               launch(self, &call, &delta.argument, &sums.argument, result);
+  failed = release(&sums) || failed;
+  return release(&delta) || failed ? -1 : 0;
 }
 
 /* flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, the extras) -> None */

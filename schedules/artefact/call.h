@@ -5,7 +5,8 @@
  *   FLASHTIR_FUNCTIONS(X)      symbols of all host functions that TVM generated
  *   FLASHTIR_VARIANTS(X)       the kernels that the artefact holds, best first; X takes for each
  *                                name           for messages, such as "mma for sm_80"
- *                                functions      in parentheses, those of FLASHTIR_FUNCTIONS that are its own, in the order of `Function`
+ *                                functions      in parentheses, those of FLASHTIR_FUNCTIONS that are its own, in the order of `Function`;
+ *                                               NULL is what it has not
  *                                max_elements   most elements that a tensor may reach over; beyond: the number after it, as text
  *                                alignment      bytes that data must start on a multiple of, and on a GPU every row
  *                                queries, tiles, rows   it is for calls with at least so many queries, and tiles of so many query rows
@@ -47,7 +48,7 @@ typedef struct {
 
 typedef int HostFunction(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result);
 #if FLASHTIR_BACKWARD
-typedef enum { DELTA, GRADIENTS_OF_KEYS, GRADIENTS_OF_QUERIES, FUNCTIONS } Function;
+typedef enum { DELTA, GRADIENTS_OF_KEYS, GRADIENTS_OF_QUERIES, ZEROS, FUNCTIONS } Function;
 #else
 typedef enum { KERNEL, NEGATIVE_SCALE_KERNEL, FUNCTIONS } Function;
 #endif

@@ -62,11 +62,11 @@ def export_artefact(variants, workload, path, manifest, cases, gradients=()):
     return path, checks_path
 
 
-def functions_of(workload, place, backward):
+def functions_of(variant, workload, place, backward):
     """Symbols of the functions that an artefact calls of a variant in this place; a kernel without a twin for scales below zero takes
     these, too."""
     if backward:
-        return function_names(place)
+        return function_names(variant.adds, place)
     kernel, negative = kernel_names(place)
     return kernel, negative if True in signs(workload) else kernel
 
@@ -76,7 +76,7 @@ def check_variants(variants, workload, gradients=()):
     all_places = [*((place, variant, False) for place, variant in enumerate(variants, 1)),
                   *((place, variant, True) for place, variant in enumerate(gradients, 1))]
     for place, variant, backward in all_places:
-        for name in functions_of(workload, place, backward):
+        for name in functions_of(variant, workload, place, backward):
             if not variant.module.implements_function(name):
                 raise ExportError(f"a module with a function {name} is needed, found none: build it with "
                                   f"{'schedules.backward.build' if backward else 'schedules.build.build_plan'}")
@@ -119,7 +119,8 @@ def compile_entry(workload, variants, manifest, folder, backward=False):
 
 def _config(workload, variants, manifest, backward):
     """The header artefact_config.h; call.h says what each constant is."""
-    symbols = [[f"__tvm_ffi_{name}" for name in functions_of(workload, place, backward)] for place, _ in enumerate(variants, 1)]
+    symbols = [[f"__tvm_ffi_{name}" for name in functions_of(variant, workload, place, backward)]
+               for place, variant in enumerate(variants, 1)]
     lengths = LENGTHS[workload.lengths]
     constants = {
         "BACKWARD": int(backward),

@@ -1,7 +1,10 @@
 """What the two functions of te_defs/flash_attention_backward.py are made of, for families that schedule both by the same stages."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+from schedules.lowering.reduce_adds import column_of
 from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
+from te_defs.fused_backward import attention_dk_dv_dq
 
 
 @dataclass(frozen=True)
@@ -67,3 +70,6 @@ DK_DV = Role(attention_dk_dv, "j", ("K_load", "V_load"), ("Q_load", "dO_load"),
              ("Q_load", "dO_load", "LSE_load", "delta_load", "S_init", "S", "P", "P_masked", "P_cast", "dV_init", "dV_acc_new", "dP_init",
               "dP", "dS", "dS_cast", "dK_init", "dK_acc_new", "dK_acc", "dV_acc"))
 ROLES = {"dq": DQ, "dk_dv": DK_DV}
+#: te_defs/fused_backward.py. The rows of dQ are nobody's own: its product, with the copies around it, is scheduled by wgmma_fused_backward.
+FUSED = replace(DK_DV, declare=partial(attention_dk_dv_dq, place_of=column_of), statements=(
+    *DK_DV.statements[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_part_warp", "dQ_sum", *DK_DV.statements[-2:]))

@@ -28,8 +28,7 @@ from dataclasses import dataclass
 from tvm.s_tir import TensorIntrin
 
 from schedules import roles
-from schedules.families import wgmma_plan
-from schedules.families.backward_roles import ROLES
+from schedules.families import backward_roles, wgmma_plan
 from schedules.intrinsics import events
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import LANES
@@ -58,6 +57,8 @@ class WgmmaBackwardPlan(Plan):
     loader_registers: int = 24
 
 
+#: The third is one that wgmma_fused_backward schedules, by the stages here and its own.
+ROLES = {**backward_roles.ROLES, "fused": backward_roles.FUSED}
 #: What the roles of warps are told of a grid that is not persistent.
 ROLE_KNOBS = {"query_stages": 1, "ping_pong": 0, "order_of_work": 0, "shared_decode": 0}
 STATISTICS = ("LSE_load", "delta_load")
@@ -69,11 +70,15 @@ ORDER = {
            "dQ_acc_new", "dQ_acc"),
     "dk_dv": ("Q_load", "dO_load", "LSE_load", "delta_load", "S_init", "S", "dP_init", "dP", "S_warp", "P", "P_masked", "P_cast", "dV_init",
               "dV_acc_new", "dP_warp", "dS", "dS_cast", "dK_init", "dK_acc_new", "dK_acc", "dV_acc"),
+    "fused": ("Q_load", "dO_load", "LSE_load", "delta_load", "S_init", "S", "dP_init", "dP", "S_warp", "P", "P_masked", "P_cast", "dV_init",
+              "dV_acc_new", "dP_warp", "dS", "dS_cast", "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "dQ_part_warp",
+              "dQ_sum", "dK_acc", "dV_acc"),
 }
 #: For each wait in a turn: (products that were issued behind the one it is for, rings whose tiles nobody reads any more).
 WAITS = {
     "dq": {"S_warp": (1, ()), "dP_warp": (0, (events.V,)), "dQ_acc": (0, (events.K,))},
     "dk_dv": {"S_warp": (1, ()), "dP_warp": (1, ()), "dK_acc": (0, (events.Q,)), "dV_acc": (0, (events.DO,))},
+    "fused": {"S_warp": (1, ()), "dP_warp": (1, ()), "dK_acc": (0, (events.Q,)), "dV_acc": (0, ())},
 }
 
 #: (q_tile, kv_tile, stages, loader_registers) for each role, by most channels. One of the loader's warps has indices of two loops in
@@ -103,8 +108,8 @@ def default_plan(role, workload, arch):
     return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
 
 
-def budget(role, workload, arch, plan):
-    """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
+def budget(role, workload, arch, plan, more_bytes=0):
+    """Divisibility, shared memory and registers of a plan, with so many bytes more; PlanError with the whole budget where it does not fit."""
     stays, streams = ROLES[role].tiles(plan)
     d, dv, groups = workload.head_dim, workload.value_dim, stays // intrinsics.GROUP_ROWS
     require(stays in (64, 128, 192), "the tile that stays must be 64 rows for each of one to three consumer warpgroups", stays,
@@ -114,8 +119,8 @@ def budget(role, workload, arch, plan):
     require(1 <= plan.stages <= 16, "stages must be from 1 to 16", plan.stages, "correct it")
     copies = 1 if role == "dq" else plan.stages
     shared = (2 * (stays + plan.stages * streams) * (d + dv) + 2 * row_statistics.NUMBER_BYTES * copies * plan.q_tile
-              + rings.bookkeeping_bytes(plan.stages, 1, stays=2))
-    casts = streams // 4 * (role == "dk_dv") + streams // 4
+              + rings.bookkeeping_bytes(plan.stages, 1, stays=2) + more_bytes)
+    casts = streams // 4 * (role != "dq") + streams // 4
     return Budget((
         ("threads", warp_roles.GROUP * (groups + 1), arch.threads_per_block, "of a block"),
         ("shared memory", shared, arch.smem_bytes, "bytes"),

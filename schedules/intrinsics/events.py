@@ -7,9 +7,9 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 PREFIX = "flashtir."
-#: Rings by number: shared tiles that one warpgroup fills and the others empty.
-Q, K, V, DO = range(4)
-RINGS = ("Q", "K", "V", "dO")
+#: Rings by number: shared tiles that one warpgroup fills and the others empty; dS is one that the others fill for each other.
+Q, K, V, DO, DS = range(5)
+RINGS = ("Q", "K", "V", "dO", "dS")
 
 
 def key_tile():
@@ -46,6 +46,11 @@ def take_turn():
 def pass_turn():
     """Hand the tensor cores to the next warpgroup."""
     return T.call_extern("int32", PREFIX + "pass_turn")
+
+
+def meet(pointer, ring):
+    """Wait until all warps that compute have written their part of this turn's copy of a tile, at `pointer`, for products to read."""
+    return T.call_extern("int32", PREFIX + "meet", pointer, ring)
 
 
 def wait_scores():

@@ -28,6 +28,12 @@ def substitute(node, values):
     return tvm_ffi.structural_map(node, (tirx.Var, lambda var: next((new for old, new in values.items() if var.same_as(old)), var)))
 
 
+def once(value):
+    """A call that hides an integer, so that it is computed where it stands and not wherever it is used."""
+    source = "__device__ __forceinline__ int flashtir_once(int value) { return value; }\n"
+    return T.cuda.func_call("flashtir_once", value, source_code=source, return_type="int32")
+
+
 def is_call(expr, name):
     return isinstance(expr, tvm.ir.Call) and getattr(expr.op, "name", "").split(".")[-1] == name
 
@@ -57,9 +63,10 @@ def _bounds(condition, var):
     ana = Analyzer()
     if isinstance(condition, tirx.And):
         parts = [_bounds(part, var) for part in (condition.a, condition.b)]
-        if None in parts or not all(None in pair for pair in zip(*parts)):  # each may give one end
+        if None in parts:
             return None
-        return tuple(next((end for end in pair if end is not None), None) for pair in zip(*parts))
+        ends = ([end for end in pair if end is not None] for pair in zip(*parts))
+        return tuple(functools.reduce(inner, pair) if pair else None for inner, pair in zip((tirx.max, tirx.min), ends))
     difference = {"GE": lambda a, b: a - b, "GT": lambda a, b: a - b - 1, "LE": lambda a, b: b - a, "LT": lambda a, b: b - a - 1}
     form = difference.get(type(condition).__name__)
     if form is None:

@@ -2,8 +2,11 @@
 
 A tile's number modulo the copies is its copy, its number divided by them the turn, whose last bit is the phase to wait for. Tiles that
 come by have `stages` copies and are numbered by the turns of the loop over them; those that stay have `query_stages`, and are numbered by
-the tiles of work. In shared memory stand first the tiles, then the numbers that go with their rows, then the barriers.
+the tiles of work. A tile that the consumers write for each other has no barriers here, and two copies: who writes one has met the others
+since they read it (warp_roles). In shared memory stand first the tiles, then the numbers that go with their rows, then the barriers.
 """
+import math
+
 import tvm
 import tvm_ffi
 from tvm import tirx
@@ -15,6 +18,8 @@ from schedules.lowering import bulk_loads, rewrite, work_tiles
 from schedules.lowering.row_statistics import NUMBER_BYTES
 
 BARRIER_BYTES = 8
+#: Copies of a tile that consumers write for each other.
+MET_COPIES = 2
 
 
 def barrier_bytes(stages, query_stages, stays=1):
@@ -32,6 +37,7 @@ class Rings:
 
     loads    bulk_load event of each ring by its number
     stays    rings of tiles that stay
+    met      {ring: tile} of those that consumers write for each other
     numbers  {buffer of numbers that go with a tile: (its ring, its first element)}
     shared   the one buffer of shared memory
     """
@@ -40,7 +46,9 @@ class Rings:
         self.stages, self.query_stages = stages, query_stages
         self.loads = {int(call.args[1]): call for call in work_tiles.events_in(program, "bulk_load")}
         self.stays = {ring for ring, call in self.loads.items() if bulk_loads.is_loaded_once(call)}
+        self.met = {int(call.args[2]): call.args[1].args[0].source for call in work_tiles.events_in(program, "meet")}
         self.tile_bytes = {ring: bulk_loads.box_bytes(call) for ring, call in self.loads.items()}
+        self.tile_bytes |= {ring: math.prod(map(int, tile.shape)) * ELEMENT_BYTES for ring, tile in self.met.items()}
         self.numbers = {}
         for call in work_tiles.events_in(program, "tell"):
             self.numbers.setdefault(call.args[1].args[0].source, (int(call.args[2]), self.offset(None)))
@@ -50,12 +58,12 @@ class Rings:
     def offset(self, ring):
         """First element of a ring in shared memory; for None the first behind all of them, and behind the numbers that go with tiles.
         Boxes are whole swizzle periods of 1 KiB."""
-        before = [other for other in self.loads if ring is None or other < ring]
+        before = [other for other in self.tile_bytes if ring is None or other < ring]
         numbers = sum(self.numbers_of(other) * NUMBER_BYTES * self.copies(other) for other in before) if ring is None else 0
         return (sum(self.tile_bytes[other] * self.copies(other) for other in before) + numbers) // ELEMENT_BYTES
 
     def copies(self, ring):
-        return self.query_stages if ring in self.stays else self.stages
+        return MET_COPIES if ring in self.met else self.query_stages if ring in self.stays else self.stages
 
     def numbers_of(self, ring):
         """Numbers that go with one tile of a ring."""
@@ -91,8 +99,8 @@ class Rings:
 
         One buffer, since the merging of shared allocations does not see that the address of a tile is taken.
         """
-        offsets = {ring: self.offset(ring) for ring in self.loads}
-        tiles = {ring: bulk_loads.tile_of(call) for ring, call in self.loads.items()}
+        tiles = {ring: bulk_loads.tile_of(call) for ring, call in self.loads.items()} | self.met
+        offsets = {ring: self.offset(ring) for ring in tiles}
 
         def place(load):
             ring = next((ring for ring, tile in tiles.items() if tile.same_as(load.source)), None)

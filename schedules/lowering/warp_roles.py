@@ -11,13 +11,14 @@ from dataclasses import fields
 import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
+from tvm.s_tir.stmt import SBlock
 from tvm.script import tirx as T
 
 from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
 from schedules.intrinsics.wgmma import GROUP_WARPS
 from schedules.lowering import bulk_loads, order_of_work, rewrite, row_statistics, work_tiles
-from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
+from schedules.lowering.rewrite import FULL_WARP, function_pass, once, substitute
 from schedules.lowering.rings import Rings
 from te_defs.lengths import FIRST_ROW, Part
 
@@ -53,7 +54,11 @@ def consumer_registers(groups, loader_registers):
 
 @function_pass("flashtir.ReadRoles")
 def read_roles(func):
-    """Move the plan's annotations from block `attn`, which lowering dissolves, to the function."""
+    """Move the plan's annotations from block `attn`, which lowering dissolves, to the function; one without stays as it is."""
+    blocks = []
+    tvm_ffi.structural_walk(func.body, (SBlock, lambda block: blocks.append(block.name_hint)))
+    if "attn" not in blocks:
+        return func
     sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
     attn = sch.get_sblock("attn")
     marks = sch.get(attn).annotations
@@ -204,7 +209,7 @@ class _Roles:
         query_tiles = tirx.truncdiv(rows + (box_rows - 1), box_rows)
         dealt = order_of_work.deal(self.order_of_work, wave, self.grid.node.var, blocks, batch * heads, query_tiles)
         number = tirx.Var("tile", "int32")
-        body = _sequence([tirx.Bind(number, T.cuda.func_call("flashtir_once", dealt, source_code=ONCE, return_type="int32")),
+        body = _sequence([tirx.Bind(number, once(dealt)),
                           substitute(body, {self.grid.node.var: number - wave * blocks})])
         return _sequence([tirx.AllocBuffer(counts), tirx.BufferStore(counts, _number(0), [_number(0)]),
                           tirx.For(wave, loop.min, loop.extent, loop.kind, body, None, {"disable_unroll": True}, loop.step)])
@@ -316,6 +321,11 @@ class _Roles:
     def group_bytes(self, done, tiles, rows_bytes):
         return self.warp % GROUP_WARPS * rows_bytes
 
+    def meet(self, done, tiles, pointer, ring):
+        """What a thread has written is made visible to products first; the barrier is one that no turns are taken at."""
+        return [T.ptx.fence.proxy.async_.shared__cta(),
+                T.ptx.bar.sync(_number(self.groups + 1, "uint32"), _number(self.groups * GROUP, "uint32"))]
+
     def wait_scores(self, done, tiles, key_tile):
         # The peeled first tile has no product in front of it.
         return [T.ptx.wgmma.wait_group.sync.aligned(0 if isinstance(key_tile, tirx.IntImm) else 1)]
@@ -347,9 +357,6 @@ class _Roles:
         if not self.takes_turns:
             return []
         return [tirx.IfThenElse(tirx.LT(self.warp, _number(GROUP_WARPS)), _evaluate(self.named_barrier("sync", _number(0))), None)]
-
-#: Hides an expression behind a call, so that it is computed where it stands and not wherever its value is used.
-ONCE = "__device__ __forceinline__ int flashtir_once(int value) { return value; }\n"
 
 
 def _evaluate(value):

@@ -48,25 +48,31 @@ def wide_stores(func):
             lanes[str(mark.node.thread_tag)] = mark.node.var
 
     tvm_ffi.structural_walk(func.body, (tirx.AttrStmt, remember))
-    return replace_marked(func, WIDE_STORE, lambda mark: _exchange(mark.body, lanes["threadIdx.x"]))
+    return replace_marked(func, WIDE_STORE, lambda mark: _exchange(Nest(mark.body), lanes["threadIdx.x"]))
 
 
-def _exchange(nest, lane):
-    loops, stores, guards = [], [], []
-    tvm_ffi.structural_walk(
-        nest, ((tirx.For, loops.append), (tirx.BufferStore, stores.append), (tirx.IfThenElse, guards.append)), order="pre")
-    block, pair = (loop.loop_var for loop in loops)
-    store = stores[0]
+class Nest:
+    """A marked nest of two loops: `for block: for pair: [if wanted:] store`."""
 
-    def at(expr, *place):
-        values = {var: tirx.IntImm("int32", value) for var, value in zip((block, pair), place)}
+    def __init__(self, nest):
+        loops, stores, guards = [], [], []
+        tvm_ffi.structural_walk(
+            nest, ((tirx.For, loops.append), (tirx.BufferStore, stores.append), (tirx.IfThenElse, guards.append)), order="pre")
+        self.loop_vars, self.store = [loop.loop_var for loop in loops], stores[0]
+        self.wanted = guards[0].condition if guards else tirx.const(True, "bool")
+
+    def at(self, expr, *place):
+        """An expression of the nest in one of its iterations."""
+        values = {var: tirx.IntImm("int32", value) for var, value in zip(self.loop_vars, place, strict=True)}
         return tvm_ffi.structural_map(substitute(expr, values), (tvm.ir.TensorLoad, lambda load: tirx.BufferLoad(
             load.source, [Analyzer().simplify(index) for index in load.indices])))
 
-    values = [at(store.value.value, b, p) for b in range(QUAD) for p in range(PAIR)]
-    wanted = guards[0].condition if guards else tirx.const(True, "bool")
+
+def _exchange(nest, lane):
+    store = nest.store
+    values = [nest.at(store.value.value, b, p) for b in range(QUAD) for p in range(PAIR)]
     # Lane q of the quad stores block q: eight columns a block, where it held two of each.
-    index = at(store.indices[0], 0, 0) + lane % QUAD * (BLOCK - PAIR)
+    index = nest.at(store.indices[0], 0, 0) + lane % QUAD * (BLOCK - PAIR)
     kind = PTX_DTYPE[str(store.buffer.dtype)]
     return tirx.Evaluate(T.cuda.func_call(f"flashtir_store_{kind}", tirx.address_of(tirx.BufferLoad(store.buffer, [index])), lane % QUAD,
-                                          wanted, *values, source_code=_SOURCE % {"kind": kind}))
+                                          nest.wanted, *values, source_code=_SOURCE % {"kind": kind}))

@@ -1,0 +1,186 @@
+"""wgmma, backward, with five products: te_defs/fused_backward.py on Hopper's asynchronous tensor cores. The fastest, in no fixed order.
+
+To what wgmma_backward does for dK and dV, by its stages, a turn adds dQ of its queries. No thread has their rows: the warpgroups hand dS
+over to each other through shared memory, as [key][query], and meet; each then takes 64 of the queries, or all and a part of the channels,
+and multiplies with the keys, which stay. While the product for dK runs, the result goes to memory by additions of 16 bytes, straight from
+registers; the sum keeps its channels in the order that makes this possible (lowering.reduce_adds), and `dq_cast` reads them so.
+
+There are two copies of dS: who writes one has waited, in the turn before, for everybody's product with it two turns before.
+
+In the nest of wgmma_backward, behind dS_cast::
+
+    dS_cast_shared                            @warp: stores of matrices, then the consumers meet
+    dQ_part                                   @warp: a chain of wgmma, both operands from shared memory
+    dK_acc_new                                as before
+    dQ_part_warp dQ_sum                       dQ_part is awaited here; @warp @lane, additions in memory
+"""
+from tvm.s_tir import TensorIntrin
+
+from schedules import roles
+from schedules.families import wgmma_backward
+from schedules.families.wgmma_backward import (  # noqa: F401, the same here
+    CONFIG, PIPELINE, ROLES, WHOLE_ROWS, WgmmaBackwardPlan, ring_of)
+from schedules.intrinsics import events, wgmma_exchange
+from schedules.intrinsics import wgmma as intrinsics
+from schedules.lowering import reduce_adds, rings
+from schedules.plan import first_of, fitting, require
+from schedules.stages import loops_of, read_index, unroll_all
+
+NAME = "wgmma_fused_backward"
+ROLE = "fused"
+BINDS_AT = "bind_grid"
+SHARED = "dS_cast_shared.dyn"
+
+#: (q_tile, kv_tile, stages, loader_registers) by most channels.
+TILES = {64: (128, 128, 2, 24), 128: (64, 128, 2, 40)}
+
+
+def decline(workload, arch):
+    """Why this family does not take the workload, or None."""
+    reason = wgmma_backward.decline(workload, arch)
+    if reason is not None:
+        return reason
+    if workload.head_dim % wgmma_exchange.CHUNK:
+        return f"the head dimension must be a multiple of {wgmma_exchange.CHUNK}, not {workload.head_dim}"
+    return None
+
+
+def default_plan(workload, arch):
+    """The tile for so many channels."""
+    channels = max(workload.head_dim, workload.value_dim)
+    plans = (WgmmaBackwardPlan(*tile) for most, tile in sorted(TILES.items()) if most >= channels)
+    return first_of(fitting(plans, budget, workload, arch), NAME, workload, arch)
+
+
+def shares(plan, channels):
+    """(groups of 64 queries, channels of each share): how the consumer warpgroups divide what a turn adds to dQ."""
+    queries = plan.q_tile // intrinsics.GROUP_ROWS
+    return queries, channels // (plan.kv_tile // intrinsics.GROUP_ROWS // queries)
+
+
+def budget(workload, arch, plan):
+    """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
+    groups, queries = (tile // intrinsics.GROUP_ROWS for tile in (plan.kv_tile, plan.q_tile))
+    require(plan.q_tile % intrinsics.GROUP_ROWS == 0 and groups % max(queries, 1) == 0 and workload.head_dim * queries % (groups * 32) == 0,
+            "consumer warpgroups must be able to share 64 query rows each, or parts of 32 channels", f"q_tile={plan.q_tile}",
+            "choose 64, or as many as key rows")
+    return wgmma_backward.budget(ROLE, workload, arch, plan, rings.MET_COPIES * intrinsics.ELEMENT_BYTES * plan.q_tile * plan.kv_tile)
+
+
+def compiler_options(plan):
+    """What ptxas is asked for: its own level, at which all accumulators find room."""
+    return {"register_level": 5}
+
+
+def intrinsics_of(dtype, plan, channels):
+    """(name, description, implementation) of what this family adds, by the block that it replaces."""
+    _, share = shares(plan, channels)
+    made = {SHARED: wgmma_exchange.hand_over(dtype, plan.kv_tile, plan.q_tile),
+            "dQ_part": wgmma_exchange.product_of_tiles(dtype, plan.kv_tile, share, intrinsics.chunk_of(channels), ring_of("K_tile")),
+            "dQ_part_warp": intrinsics.ready(share, intrinsics.behind(1), [events.DO])}
+    return {block: (f"wgmma_{ROLE}_{block}_{dtype}_{plan.q_tile}x{plan.kv_tile}x{channels}", *pair) for block, pair in made.items()}
+
+
+def declare(workload, plan):
+    """The plain function at the plan's tile; makes the intrinsics known that it will need."""
+    for intrinsic in intrinsics_of(workload.dtype, plan, workload.head_dim).values():
+        TensorIntrin.register(*intrinsic, override=True)
+    return wgmma_backward.declare(ROLE, workload, plan)
+
+
+def channels_of(sch):
+    """Channels of dQ."""
+    return int(sch.get(sch.get_sblock("dQ_sum")).writes[0].source.shape[-1])
+
+
+def place_exchange(sch, plan, role):
+    """dS goes to shared memory beside the registers; what it adds to dQ stays in registers, with a copy that is the place to wait for it."""
+    product = sch.get_sblock("dQ_part")
+    sch.cache_read(product, read_index(sch, product, "dS_cast"), "shared.dyn")
+    addition = sch.get_sblock("dQ_sum")
+    sch.cache_read(addition, read_index(sch, addition, "dQ_part"), "warp")
+    sch.set_scope(product, 0, "warp")
+
+
+def lay_out_exchange(sch, plan, role):
+    """Lay dS out in lines of 64 queries, and what is added to dQ as accumulators of the warps that share it."""
+    queries, share = shares(plan, channels_of(sch))
+    steps = queries * intrinsics.GROUP_ROWS // intrinsics.WARP_ROWS
+    sch.transform_layout(SHARED, ("write", 0), lambda i, j: (i // wgmma_exchange.CHUNK, j, i % wgmma_exchange.CHUNK))
+    for block in ("dQ_part", "dQ_part_warp"):
+        sch.transform_layout(block, ("write", 0), lambda i, c: (
+            c // share * steps + i // intrinsics.WARP_ROWS, *intrinsics.accumulator_place(i, c % share)))
+
+
+def split_share(sch, plan, i, c):
+    """Loops over rows and channels of dQ -> (share, 16-row step, row of it, channel of the share)."""
+    queries, share = shares(plan, channels_of(sch))
+    step, row = sch.split(i, factors=[queries * intrinsics.GROUP_ROWS // intrinsics.WARP_ROWS, None])
+    part, channel = sch.split(c, factors=[None, share])
+    return part, step, row, channel
+
+
+def tile_exchange(sch, plan, role):
+    """Give each warp 16 rows of what is added to dQ, the channels of its share and the whole reduction."""
+    i, c, k = loops_of(sch, "dQ_part")
+    part, step, row, channel = split_share(sch, plan, i, c)
+    whole, k = sch.split(k, factors=[1, None])
+    sch.reorder(part, step, whole, row, channel, k)
+    sch.blockize(row)
+
+
+def hide_sums(sch, plan, role):
+    """The addition reads what it writes, but only to add: blocks of the grid may do it side by side."""
+    addition = sch.get_sblock("dQ_sum")
+    for block in (addition, *(sch.get_sblock(name) for name in ("sum", "rows", "attn"))):
+        sch.unsafe_hide_buffer_access(block, "read", [read_index(sch, block, "dQ_sum")])
+
+
+def bind_exchange(sch, plan, role):
+    """Warps take their shares, and the lanes what they hold of them; the additions of a lane become one for each four neighbours."""
+    part, step, whole = loops_of(sch, "dQ_part_o")
+    warp = sch.fuse(part, step)
+    sch.bind(warp, "threadIdx.y")
+    init = sch.get_child_blocks(sch.decompose_reduction("dQ_part_o", whole))[0]
+    bind_lanes(sch, *loops_of(sch, init, 2))
+    part, step, row, channel = split_share(sch, plan, *loops_of(sch, "dQ_sum", 2))
+    sch.reorder(part, step, row, channel)
+    sch.bind(sch.fuse(part, step), "threadIdx.y")
+    sch.annotate(bind_lanes(sch, row, channel), reduce_adds.REDUCE_ADD, 1)
+
+
+def bind_lanes(sch, row, channel):
+    """Let every lane compute what it holds of 16 rows; return the loop over blocks of eight of 16 channels."""
+    half, row = sch.split(row, factors=[2, 8])
+    columns, eight, quad, pair = sch.split(channel, factors=[None, 2, 4, 2])
+    sch.reorder(row, quad, half, columns, eight, pair)
+    sch.bind(sch.fuse(row, quad), "threadIdx.x")
+    unroll_all(sch, (half, columns, eight, pair))
+    return eight
+
+
+def use_exchange(sch, plan, role):
+    """Replace the copies by stores that warpgroups meet at and by a wait, and the product by wgmma."""
+    names = {block: name for block, (name, *_) in intrinsics_of(
+        sch.get(sch.get_sblock("K_load")).writes[0].source.dtype, plan, channels_of(sch)).items()}
+    i, j = loops_of(sch, SHARED, 2)
+    warp, j = sch.split(j, factors=[None, intrinsics.WARP_ROWS])
+    sch.reorder(warp, i, j)
+    sch.bind(warp, "threadIdx.y")
+    sch.tensorize(i, names[SHARED])
+    sch.tensorize(loops_of(sch, "dQ_part")[-3], names["dQ_part"])
+    part, step, row, channel = split_share(sch, plan, *loops_of(sch, "dQ_part_warp", 2))
+    sch.reorder(part, step, row, channel)
+    sch.bind(sch.fuse(part, step), "threadIdx.y")
+    sch.tensorize(row, names["dQ_part_warp"])
+
+
+STAGES = (place_exchange, wgmma_backward.place_buffers, wgmma_backward.lay_out_accumulators, lay_out_exchange, wgmma_backward.lay_out_boxes,
+          wgmma_backward.tile_products, tile_exchange, hide_sums, wgmma_backward.bind_grid, wgmma_backward.tell_statistics,
+          wgmma_backward.bind_accumulators, wgmma_backward.bind_products, bind_exchange, use_exchange, wgmma_backward.use_tensor_cores,
+          wgmma_backward.order_turn)
+
+
+def schedule(workload, plan, stages=None):
+    """A fresh Schedule of the function after the stages; after the first `stages` of them where given."""
+    return roles.staged(declare(workload, plan), STAGES[:stages], plan, ROLES[ROLE])

@@ -1,0 +1,120 @@
+"""What warpgroups need of each other: a matrix that each has rows of in registers, as the first operand of a product that reads all of it.
+
+The matrix goes to shared memory with the fragments' columns side by side, [chunk of columns, row, column of the chunk], swizzled as the
+tensor memory accelerator would have it, where wgmma reads either operand in either order. The contract is that of schedules.intrinsics.wgmma.
+"""
+from tvm import tirx
+from tvm.script import tirx as T
+
+from schedules.intrinsics import events
+from schedules.intrinsics.mma import LANES
+from schedules.intrinsics.wgmma import (
+    ELEMENT_BYTES, PTX_DTYPE, STEP, WARP_ROWS, _address, _descriptor, _keep, _pair, _registers, accumulator_place)
+
+#: Columns of a chunk: a swizzled line of 128 bytes.
+CHUNK = 64
+LINE = CHUNK * ELEMENT_BYTES
+#: One instruction stores 16 rows and 16 columns of a warp, what four registers of every lane hold.
+_STORE = """\
+__device__ __forceinline__ void flashtir_store_matrix(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+"""
+
+
+def _tile(handle, dtype, chunks, rows, columns):
+    """A part of a shared tile of chunks."""
+    return T.match_buffer(handle, (chunks, rows, columns), dtype, scope="shared.dyn", offset_factor=1,
+                          strides=[T.int32(), T.int32(), 1])
+
+
+def hand_over(dtype, rows, columns):
+    """Description and implementation of a warp's 16 of so many rows of a matrix on their way from registers to shared memory, for all
+    warpgroups: who has done it sees what the others have written. It is declared with the fragment's rows as its second axis.
+    """
+    chunks, registers = columns // CHUNK, columns // 2
+
+    @T.prim_func(s_tir=True)
+    def meaning(p: T.handle, d: T.handle) -> None:
+        P = _registers(p, dtype, registers)
+        D = _tile(d, dtype, chunks, WARP_ROWS, CHUNK)
+        with T.sblock("root"):
+            T.reads(P[0:LANES, 0:registers])
+            T.writes(D[0:chunks, 0:WARP_ROWS, 0:CHUNK])
+            for i, j in T.grid(columns, WARP_ROWS):
+                with T.sblock("hand_over"):
+                    vi, vj = T.axis.remap("SS", [i, j])
+                    lane, register = T.meta_var(accumulator_place(vj, vi))
+                    D[vi // CHUNK, vj, vi % CHUNK] = P[lane, register]
+
+    @T.prim_func(s_tir=True)
+    def spelling(p: T.handle, d: T.handle) -> None:
+        P = _registers(p, dtype, registers)
+        D = _tile(d, dtype, chunks, WARP_ROWS, CHUNK)
+        with T.sblock("root"):
+            T.reads(P[0:LANES, 0:registers])
+            T.writes(D[0:chunks, 0:WARP_ROWS, 0:CHUNK])
+            for lane in T.thread_binding(0, LANES, "threadIdx.x"):
+                start: T.let[T.int32] = _address(T.address_of(D[0, 0, 0])) + events.slot_bytes(events.DS)
+                # Lane l names the row l % 16 of the left half of the 16 columns, or of the right one; a line is swizzled by its row.
+                place: T.let[T.int32] = lane % 16 * LINE + T.bitwise_xor(lane // 16, lane % 8) * 16
+                for step in T.unroll(columns // STEP):
+                    T.evaluate(T.cuda.func_call(
+                        "flashtir_store_matrix",
+                        T.cast(start + step // 4 * (rows * LINE) + T.bitwise_xor(place, step % 4 * (STEP * ELEMENT_BYTES)), "uint32"),
+                        *[_pair(P, lane, step * 8 + 2 * pair) for pair in range(4)], source_code=_STORE))
+                T.evaluate(events.meet(T.address_of(D[0, 0, 0]), events.DS))
+
+    return meaning, spelling
+
+
+def product_of_tiles(dtype, terms, columns, chunk, other):
+    """Description and implementation of X += A B on a warp's 16 rows, A handed over, B's columns side by side in a tile of chunks, whose
+    ring is given and which must be there; issues the product, does not wait. X starts from zero.
+
+    terms    rows of both tiles
+    columns  of B that this warpgroup takes, part of a chunk or several
+    chunk    columns of a line of B
+    """
+    chunks, within, registers, kind = max(columns // chunk, 1), min(columns, chunk), columns // 2, PTX_DTYPE[dtype]
+    line, instruction = chunk * ELEMENT_BYTES, f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
+
+    @T.prim_func(s_tir=True)
+    def meaning(a: T.handle, b: T.handle, x: T.handle) -> None:
+        A = _tile(a, dtype, 1, terms, WARP_ROWS)
+        B = _tile(b, dtype, chunks, terms, within)
+        X = _registers(x, "float32", registers)
+        with T.sblock("root"):
+            T.reads(X[0:LANES, 0:registers], A[0:1, 0:terms, 0:WARP_ROWS], B[0:chunks, 0:terms, 0:within])
+            T.writes(X[0:LANES, 0:registers])
+            for i, c, j in T.grid(WARP_ROWS, columns, terms):
+                with T.sblock("X"):
+                    vi, vc, vj = T.axis.remap("SSR", [i, c, j])
+                    lane, register = T.meta_var(accumulator_place(vi, vc))
+                    X[lane, register] = X[lane, register] + (
+                        T.cast(A[0, vj, vi], "float32") * T.cast(B[vc // chunk, vj, vc % chunk], "float32"))
+
+    @T.prim_func(s_tir=True)
+    def spelling(a: T.handle, b: T.handle, x: T.handle) -> None:
+        A = _tile(a, dtype, 1, terms, WARP_ROWS)
+        B = _tile(b, dtype, chunks, terms, within)
+        X = _registers(x, "float32", registers)
+        with T.sblock("root"):
+            T.reads(X[0:LANES, 0:registers], A[0:1, 0:terms, 0:WARP_ROWS], B[0:chunks, 0:terms, 0:within])
+            T.writes(X[0:LANES, 0:registers])
+            for lane in T.thread_binding(0, LANES, "threadIdx.x"):
+                for register in T.unroll(registers):
+                    _keep(X[lane, register])
+                T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+                a_rows: T.let[T.uint64] = _descriptor(
+                    _address(T.address_of(A[0, 0, 0])) - events.group_bytes(WARP_ROWS * ELEMENT_BYTES) + events.slot_bytes(events.DS),
+                    LINE, terms * LINE)
+                b_rows: T.let[T.uint64] = _descriptor(_address(T.address_of(B[0, 0, 0])) + events.slot_bytes(other), line, terms * line)
+                for step in T.unroll(terms // STEP):
+                    T.evaluate(T.ptx[instruction](
+                        *[X[lane, register] for register in range(registers)],
+                        a_rows + T.cast(step * (STEP * LINE >> 4), "uint64"), b_rows + T.cast(step * (STEP * line >> 4), "uint64"),
+                        step != 0, 1, 1, 1, 1))
+                T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+
+    return meaning, spelling

@@ -56,13 +56,14 @@ def default_plans(family, workload, arch):
     return Plans(*(family.default_plan(role, workload, arch) for role in ROLES))
 
 
-def build(family, workload, plans, arch, place=1):
+def build(family, workload, plans, arch, place=1, strided=False):
     """The functions, lowered by the family's pipeline and compiled for `arch`, as one runtime module; for CUDA a compiler must be
     installed around the call (schedules.lowering.cuda_compile)."""
+    parts = [delta.schedule(workload, arch, strided)]
     if adds(family):
-        parts = delta.schedule(workload, arch), family.schedule(workload, plans), dq_cast.schedule(workload), dq_cast.zeros(workload)
+        parts += [family.schedule(workload, plans, strided=strided), dq_cast.schedule(workload, strided), dq_cast.zeros(workload)]
     else:
-        parts = delta.schedule(workload, arch), *(family.schedule(role, workload, getattr(plans, role)) for role in ROLES)
+        parts += [family.schedule(role, workload, getattr(plans, role), strided=strided) for role in ROLES]
     names = function_names(adds(family), place)
     mod = tvm.IRModule({name: sch.mod["main"].with_attr("global_symbol", name) for name, sch in zip(names, parts)})
     target = arch.target()

@@ -107,8 +107,9 @@ def run(args):
     kernels = []
     for it in choices:
         kernels += build_kernels(it.family, workload, it.plan, it.arch, it.archs, it.measured, len(kernels) + 1)
-    gradients = [build_gradients(workload, it.arch, it.archs, place, order=args.backward)
-                 for place, it in enumerate(choices if args.backward else (), 1)]
+    gradients = []
+    for it in choices if args.backward else ():
+        gradients += build_gradients(workload, it.arch, it.archs, len(gradients) + 1, order=args.backward)
     for line in [line for kernel in (*kernels, *gradients) for line in kernel.figures()]:
         print(line)
     for path in write_artefact(kernels, workload, output, args.seed, gradients):

@@ -92,23 +92,27 @@ def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1
 
 
 def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, order=backward.IN_ORDER):
-    """Kernel of the gradients of a workload: delta, dK with dV, and dQ, lowered for `arch`.
+    """Kernels of the gradients of a workload, lowered for `arch`: one, or where views with strides have one of their own, two.
 
     archs   further architectures, as in `build_kernel`
-    place   among the artefact's variants for gradients
+    place   of the first among the artefact's variants for gradients
     family  None: the first that takes the workload
-    order   in which dQ is summed, a key of schedules.backward.FAMILIES
     plans   schedules.backward.Plans; None: the family's seeds
+    order   in which dQ is summed, a key of schedules.backward.FAMILIES
     """
     family = family or backward.taker(workload, arch, order)
     plans = plans or backward.default_plans(family, workload, arch)
-    toolkit, compiler = cuda_toolkit(arch), nullcontext()
-    if toolkit is not None:
-        compiler = cuda_compiler(toolkit, archs or (arch.name,), CudaOptions(**family.compiler_options(getattr(plans, "dk_dv", plans))))
-    with compiler as log:
-        module = backward.build(family, workload, plans, arch, place)
-    variant = variant_of(module, family, arch, plans, log.kernels if log else ())
-    return Kernel(replace(variant, adds=backward.adds(family)), toolkit)
+    kernels = []
+    for number, strided in enumerate(family.STRIDED, place):
+        toolkit, compiler = cuda_toolkit(arch), nullcontext()
+        if toolkit is not None:
+            options = CudaOptions(**family.compiler_options(getattr(plans, "dk_dv", plans)))
+            compiler = cuda_compiler(toolkit, archs or (arch.name,), options)
+        with compiler as log:
+            module = backward.build(family, workload, plans, arch, number, strided)
+        variant = variant_of(module, family, arch, plans, log.kernels if log else (), serves=Calls(strided=strided))
+        kernels.append(Kernel(replace(variant, adds=backward.adds(family)), toolkit))
+    return kernels
 
 
 def write_artefact(kernels, workload, path, seed=0, gradients=()):
@@ -125,7 +129,7 @@ def build_artefact(family_name, workload, plan, arch, path, measured=None, order
     """Build a plan and write it as an artefact, with gradients whose sums are made in this order, if any; the path of the .so. Takes and
     returns what another process can be sent."""
     kernels = build_kernels(registry.family_named(family_name), workload, plan, arch, measured=measured)
-    return write_artefact(kernels, workload, path, gradients=[build_gradients(workload, arch, order=order)] if order else ())[0]
+    return write_artefact(kernels, workload, path, gradients=build_gradients(workload, arch, order=order) if order else ())[0]
 
 
 def build_artefacts(jobs):

@@ -29,7 +29,7 @@ NAMES = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv")
 
 def exported_module(workload, folder):
     """An artefact whose forward pass is a stand-in."""
-    variants, gradients = [on_cpu(replace(workload, lengths="uniform"))], [build_gradients(workload, HERE).variant]
+    variants, gradients = [on_cpu(replace(workload, lengths="uniform"))], [kernel.variant for kernel in build_gradients(workload, HERE)]
     path = folder / "gradients.so"
     export_artefact(variants, workload, path, describe(workload, variants, None, gradients), (), gradients)
     return tvm_ffi.load_module(str(path))

@@ -56,7 +56,8 @@ def gradients(arch, toolkit, tmp_path_factory):
             with cuda_compiler(toolkit, (arch.name,)) as log:
                 forward = variant(tvm.compile(on_cuda(plain), arch.target()), arch, log.kernels)
             path = tmp_path_factory.mktemp("gpu") / "gradients.so"
-            export_artefact([forward], workload, path, {}, (), [build_gradients(workload, arch, family=family).variant])
+            variants = [kernel.variant for kernel in build_gradients(workload, arch, family=family)]
+            export_artefact([forward], workload, path, {}, (), variants)
             known[family, workload] = tvm_ffi.load_module(str(path))
         return known[family, workload]
     return make

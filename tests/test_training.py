@@ -22,7 +22,7 @@ def attention(tmp_path_factory):
     plan = cpu.default_plan(workload, HERE)
     forward = variant_of(build_plan(cpu, workload, plan, HERE), cpu, HERE, plan)
     path = tmp_path_factory.mktemp("training") / "attention.so"
-    export_artefact([forward], workload, path, {}, (), [build_gradients(workload, HERE).variant])
+    export_artefact([forward], workload, path, {}, (), [kernel.variant for kernel in build_gradients(workload, HERE)])
     module = tvm.runtime.load_module(str(path))
 
     class Attention(torch.autograd.Function):

@@ -80,8 +80,10 @@ static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny 
   const DLTensor *some = &call.plain[call.views[DQ].span ? DQ : DK];
   for (int i = 0; i < TENSORS; ++i)
     if (call.views[i].span == 0) call.plain[i].data = some->data;
+  for (int i = 0; i < TENSORS && call.variant->strided; ++i)
+    if (i != LSE) call.plain[i].strides = call.views[i].strides;
   Workspace delta = {.plain = call.plain[LSE]}, sums = {.plain = call.plain[DQ]};
-  sums.plain.dtype = delta.plain.dtype;
+  sums.plain.dtype = delta.plain.dtype, sums.plain.strides = NULL;
   int failed = allocate(&delta, "delta") || (call.variant->functions[ZEROS] != NULL && allocate(&sums, "sums of dq")) ||
                launch(self, &call, &delta.argument, &sums.argument, result);
   failed = release(&sums) || failed;

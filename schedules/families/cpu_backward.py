@@ -22,6 +22,7 @@ from schedules.stages import loops_of, unroll_all
 from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
 
 NAME = "cpu_backward"
+STRIDED = (True,)
 
 PLAN = cpu.CpuPlan
 
@@ -296,9 +297,9 @@ def declare(role, workload, plan):
     return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile)
 
 
-def schedule(role, workload, plan, stages=None):
+def schedule(role, workload, plan, stages=None, strided=False):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role])
+    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role], strided)
 
 
 def build(role, workload, plan, arch):

@@ -19,6 +19,7 @@ from tvm import s_tir
 
 from schedules import roles
 from schedules.families import cpu, simt
+from schedules.lowering.aligned_strides import ALIGNED_VIEWS
 from schedules.lowering.wide_offsets import WIDE_OFFSETS
 from schedules.stages import loops_of
 from te_defs.flash_attention_backward import attention_delta
@@ -83,9 +84,11 @@ def sum_by_vectors(sch, workload, arch):
     sch.decompose_reduction(parts, c)  # last: a sum without its init can no longer be dealt to cores
 
 
-def schedule(workload, arch):
-    """A fresh Schedule of the function."""
+def schedule(workload, arch, strided=False):
+    """A fresh Schedule of the function; for views with strides where it is `strided`."""
     func = attention_delta(workload).with_attr(WIDE_OFFSETS, True)
+    func = roles.with_strides(func) if strided else func
+    func = func.with_attr(ALIGNED_VIEWS, True) if arch.kind == "cuda" else func
     sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
     if arch.kind == "cuda":
         bind_threads(sch, *give_rows_lanes(sch, workload))

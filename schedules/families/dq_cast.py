@@ -7,7 +7,9 @@ All rows are on blockIdx.x; they are counted in 32 bits, and offsets have 64.
 import tvm
 from tvm import s_tir
 
+from schedules import roles
 from schedules.lowering import reduce_adds
+from schedules.lowering.aligned_strides import ALIGNED_VIEWS
 from schedules.lowering.wide_offsets import WIDE_OFFSETS
 from schedules.stages import loops_of, unroll_all
 from te_defs.fused_backward import attention_dq_cast, attention_dq_zeros
@@ -40,9 +42,10 @@ def bind_threads(sch, block, lane):
     sch.bind(lane, "threadIdx.x")
 
 
-def schedule(workload):
-    """A fresh Schedule of the function."""
-    func = attention_dq_cast(workload, reduce_adds.column_of).with_attr(WIDE_OFFSETS, True)
+def schedule(workload, strided=False):
+    """A fresh Schedule of the function that makes dQ."""
+    func = attention_dq_cast(workload, reduce_adds.column_of).with_attr(WIDE_OFFSETS, True).with_attr(ALIGNED_VIEWS, True)
+    func = roles.with_strides(func) if strided else func
     sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
     bind_threads(sch, *give_rows_lanes(sch))
     return sch

@@ -17,11 +17,14 @@ from schedules.families.mma_backward_plan import (  # noqa: F401, the family's o
 from schedules.families.mma_plan import COPY_BYTES
 from schedules.intrinsics import mma as intrinsics
 from schedules.lowering import mma_pipeline
+from schedules.lowering.aligned_strides import ALIGNED_VIEWS
 from schedules.stages import copy_cooperatively, loops_of, own_fragment, own_output, read_index, unroll_all
 
 PIPELINE = "flashtir_mma"
 CONFIG = mma_pipeline.CONFIG
 BINDS_AT = "bind_grid"
+#: Views have kernels of their own, as in the forward pass.
+STRIDED = (False, True)
 
 
 
@@ -30,7 +33,7 @@ def declare(role, workload, plan):
     d, dv = workload.head_dim, workload.value_dim
     for rows, columns in {(plan.q_tile, d), (plan.q_tile, dv), (plan.kv_tile, d), (plan.kv_tile, dv)}:
         intrinsics.register(workload.dtype, {operand: (rows, columns) for operand in "AKV"})
-    return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile)
+    return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile).with_attr(ALIGNED_VIEWS, True)
 
 
 def layout_of(role, block):
@@ -328,9 +331,9 @@ STAGES = (place_buffers, lay_out_fragments, tile_products, stage_fragments, bind
           use_tensor_cores, pipeline_loads)
 
 
-def schedule(role, workload, plan, stages=None):
+def schedule(role, workload, plan, stages=None, strided=False):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role])
+    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role], strided)
 
 
 def build(role, workload, plan, arch):

@@ -42,6 +42,8 @@ from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
 
 #: The first stage that binds threads: what stands before it runs on llvm.
 BINDS_AT = "bind_grid"
+#: Views have kernels of their own, as in the forward pass.
+STRIDED = (False, True)
 
 
 @dataclass(frozen=True)
@@ -347,9 +349,9 @@ STAGES = (put_rows_first, widen_inputs, share_tiles, share_scores, keep_in_regis
           bind_threads, separate_init)
 
 
-def schedule(role, workload, plan, stages=None):
+def schedule(role, workload, plan, stages=None, strided=False):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role])
+    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role], strided)
 
 
 def build(role, workload, plan, arch):

@@ -43,6 +43,8 @@ BINDS_AT = "bind_grid"
 MAX_SPILL_BYTES = 0
 #: The TMA finds the rows of a sequence by a row number, and has 31 bits for it.
 WHOLE_ROWS = True
+#: As in the forward pass: the host tells the strides of what is loaded to the TMA, and only stores compute with some.
+STRIDED = (True,)
 
 
 @dataclass(frozen=True)
@@ -291,9 +293,9 @@ STAGES = (place_buffers, lay_out_accumulators, lay_out_boxes, tile_products, bin
           use_tensor_cores, order_turn)
 
 
-def schedule(role, workload, plan, stages=None):
+def schedule(role, workload, plan, stages=None, strided=False):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role])
+    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role], strided)
 
 
 def build(role, workload, plan, arch):

@@ -19,7 +19,7 @@ from tvm.s_tir import TensorIntrin
 from schedules import roles
 from schedules.families import wgmma_backward
 from schedules.families.wgmma_backward import (  # noqa: F401, the same here
-    CONFIG, PIPELINE, ROLES, WHOLE_ROWS, WgmmaBackwardPlan, ring_of)
+    CONFIG, PIPELINE, ROLES, STRIDED, WHOLE_ROWS, WgmmaBackwardPlan, ring_of)
 from schedules.intrinsics import events, wgmma_exchange
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.lowering import reduce_adds, rings
@@ -181,6 +181,6 @@ STAGES = (place_exchange, wgmma_backward.place_buffers, wgmma_backward.lay_out_a
           wgmma_backward.order_turn)
 
 
-def schedule(workload, plan, stages=None):
+def schedule(workload, plan, stages=None, strided=False):
     """A fresh Schedule of the function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(workload, plan), STAGES[:stages], plan, ROLES[ROLE])
+    return roles.staged(declare(workload, plan), STAGES[:stages], plan, ROLES[ROLE], strided)

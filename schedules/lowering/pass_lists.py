@@ -7,6 +7,7 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.tirx.compilation_pipeline import register_tir_pipeline
 
+from schedules.lowering.aligned_strides import aligned_views
 from schedules.lowering.wide_offsets import wide_offsets
 
 #: Pass configuration that leaves loops to nvcc to unroll: written out by TVM, some lane indices could not be proved.
@@ -38,7 +39,8 @@ def blocks_to_loops():
 
 def flatten():
     """Buffers become flat, indices 32 bits wide unless the function wants 64, and bfloat16 arithmetic float32."""
-    return [tirx.transform.FlattenBuffer(), tirx.transform.BF16ComputeLegalize(), tirx.transform.NarrowDataType(32), wide_offsets()]
+    return [tirx.transform.FlattenBuffer(), tirx.transform.BF16ComputeLegalize(), tirx.transform.NarrowDataType(32), wide_offsets(),
+            aligned_views()]
 
 
 def split_key_loop(split):

@@ -191,8 +191,8 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
     logarithm, delta and scale are float32; what follows are `workload.arguments` and those of the lengths (te_defs.lengths). Scale may be
     of either sign or zero. Rows that see no key add nothing; keys that no row sees get zeros.
 
-    q_tile   query rows of a tile (Br in the paper)
-    kv_tile  key rows of a tile (Bc)
+    q_tile     query rows of a tile (Br in the paper)
+    kv_tile    key rows of a tile (Bc)
     query_sum  a te_defs.fused_backward.QuerySum, which adds dQ up as well; None: nothing does
     """
     dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)

@@ -106,7 +106,7 @@ class _Parameters:
                 return tirx.And(mask.key_begin(end, m) <= k0, (k0 + kv_tile - 1 if hides_end else last) < mask.key_end(begin, m))
             below = t >= tiles_of(mask.query_begin(last, n, m), q_tile) - first
             if hides_end:  # not as a choice, for which a compiler would branch
-                below = tirx.And(below, t >= (k0 + kv_tile - m) * turns)
+                below = tirx.And(below, t >= T.max(k0 + kv_tile - m, 0) * turns)
             if mask.from_start:  # then every key is seen up to the last query
                 return below
             end = mask.query_end(k0, n, m)

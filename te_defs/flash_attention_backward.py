@@ -106,7 +106,7 @@ class _Parameters:
                 return tirx.And(mask.key_begin(end, m) <= k0, (k0 + kv_tile - 1 if hides_end else last) < mask.key_end(begin, m))
             below = t >= tiles_of(mask.query_begin(last, n, m), q_tile) - first
             if hides_end:  # not as a choice, for which a compiler would branch
-                below = tirx.And(below, t >= (k0 + kv_tile - m) * turns)
+                below = tirx.And(below, t >= T.max(k0 + kv_tile - m, 0) * turns)
             if mask.from_start:  # then every key is seen up to the last query
                 return below
             end = mask.query_end(k0, n, m)
@@ -191,8 +191,8 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
     logarithm, delta and scale are float32; what follows are `workload.arguments` and those of the lengths (te_defs.lengths). Scale may be
     of either sign or zero. Rows that see no key add nothing; keys that no row sees get zeros.
 
-    q_tile   query rows of a tile (Br in the paper)
-    kv_tile  key rows of a tile (Bc)
+    q_tile     query rows of a tile (Br in the paper)
+    kv_tile    key rows of a tile (Bc)
     query_sum  a te_defs.fused_backward.QuerySum, which adds dQ up as well; None: nothing does
     """
     dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)

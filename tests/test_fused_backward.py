@@ -7,6 +7,7 @@ import pytest
 import tvm
 from tvm import s_tir
 
+from schedules import backward
 from schedules.arch import cuda_arch
 from schedules.families import dq_cast, wgmma_fused_backward
 from schedules.lowering import reduce_adds
@@ -21,8 +22,9 @@ from tests.test_backward import CALLS, FEATURES, LENGTHS, WORKLOADS, featured
 
 ARCH = cuda_arch("sm_90a")
 PLAN = wgmma_fused_backward.WgmmaBackwardPlan(q_tile=64, kv_tile=64)
+FULL = Workload(64, 64, "float16", "full")
 SCHEDULED = [(Workload(64, 128, "float16", "causal"), PLAN), (Workload.parse("fwd_d64_dv64_bf16_window+softcap"), PLAN),
-             (Workload(64, 64, "float16", "full"), PLAN.but(kv_tile=128)), (Workload(64, 64, "float16", "full"), PLAN.but(q_tile=128, kv_tile=128))]
+             (FULL, PLAN.but(kv_tile=128)), (FULL, PLAN.but(q_tile=128, kv_tile=128))]
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +83,35 @@ class Scheduled(Fused):
 @pytest.mark.parametrize("workload, plan", SCHEDULED, ids=lambda it: getattr(it, "name", f"{it}"))
 def test_numbers_before_threads_are_bound(workload, plan):
     check_ragged(Scheduled(workload, plan), workload)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", [Workload(128, 128, "float16", "causal"), Workload(64, 64, "bfloat16", "full")], ids=lambda w: w.name)
+def test_seeds_compile_without_spills(toolkit, figures, workload):
+    plan = wgmma_fused_backward.default_plan(workload, ARCH)
+    with cuda_compiler(toolkit, (ARCH.name,), CudaOptions(**wgmma_fused_backward.compiler_options(plan))) as log:
+        module = backward.build(wgmma_fused_backward, workload, plan, ARCH)
+    source = module.imports[0].inspect_source()
+    for kernel in log.kernels:
+        assert kernel.warnings == () and kernel.most("static_smem_bytes") == 0
+        assert (kernel.most("stack_bytes"), kernel.most("spill_store_bytes"), kernel.most("spill_load_bytes")) == (0, 0, 0)
+    for instruction in ("_1_1_1_1", "stmatrix.sync.aligned.m8n8.x4.shared.b16", "red.relaxed.gpu.global.add.v4.f32"):
+        assert instruction in source
+    figures(f"wgmma backward fused {workload.name} {ARCH.name}", {"registers": log.kernels[0].most("registers"), "spilled_bytes": 0})
+
+
+@pytest.mark.parametrize("workload, reason", [
+    (Workload(64, 64, "float32"), "tensor cores take 16-bit inputs, not float32"),
+    (Workload(96, 64, "float16"), "the head dimension must be a multiple of 64, not 96")])
+def test_declines_with_a_reason(workload, reason):
+    assert wgmma_fused_backward.decline(workload, ARCH) == reason
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(q_tile=96), "consumer warpgroups must be able to share 64 query rows each, or parts of 32 channels, found q_tile=96"),
+    (dict(kv_tile=192), "consumer warpgroups must be able to share 64 query rows each, or parts of 32 channels, found q_tile=64"),
+    (dict(stages=5), r"shared memory of plan \(.*\) must stay within 232448 bytes on sm_90a, found")])
+def test_plan_errors(changes, message):
+    workload = Workload(128, 128, "float16", "causal")
+    with pytest.raises(PlanError, match=message):
+        wgmma_fused_backward.budget(workload, ARCH, wgmma_fused_backward.default_plan(workload, ARCH).but(**changes))

@@ -8,7 +8,7 @@ from tvm.tirx.compilation_pipeline import get_tir_pipeline
 
 from schedules.arch import cuda_arch
 from schedules.build import schedule
-from schedules.families import wgmma, wgmma_backward, wgmma_plan
+from schedules.families import wgmma, wgmma_backward, wgmma_fused_backward, wgmma_plan
 from schedules.intrinsics import events
 from schedules.lowering import warp_roles
 from te_defs.workload import Workload
@@ -17,8 +17,8 @@ ARCH = cuda_arch("sm_90a")
 WORKLOAD = Workload(64, 64, "float16", "causal")
 #: Functions of schedules.intrinsics.events that are no calls in a kernel, or stand for a loop index before the roles are split.
 NOT_SPLIT = {"name_of", "key_tile"}
-#: Events that lowering makes of annotated blocks.
-FROM_BLOCKS = {"bulk_load", "tell", "told"}
+#: Events that lowering makes of annotated blocks, and those of the backward pass alone.
+FROM_BLOCKS, BACKWARD = {"bulk_load", "tell", "told"}, {"meet"}
 
 
 def events_in(mod):
@@ -32,7 +32,7 @@ def test_every_event_has_a_meaning_and_none_is_left():
     mod = schedule(wgmma, WORKLOAD, wgmma.default_plan(WORKLOAD, ARCH)).mod
     known = {name for name, value in vars(events).items() if inspect.isfunction(value)} - NOT_SPLIT
     used = events_in(mod) - NOT_SPLIT
-    assert used == known - FROM_BLOCKS, "what the intrinsics say"
+    assert used == known - FROM_BLOCKS - BACKWARD, "what the intrinsics say"
     assert [name for name in known if not callable(getattr(warp_roles._Roles, name, None))] == []
     assert events_in(lowered(mod)) == set()
 
@@ -41,6 +41,11 @@ def test_every_event_has_a_meaning_and_none_is_left():
 def test_none_is_left_of_the_backward_functions(role):
     mod = wgmma_backward.schedule(role, WORKLOAD, wgmma_backward.default_plan(role, WORKLOAD, ARCH)).mod
     assert events_in(lowered(mod)) == set()
+
+
+def test_none_is_left_of_the_fused_backward_function():
+    mod = wgmma_fused_backward.schedule(WORKLOAD, wgmma_fused_backward.default_plan(WORKLOAD, ARCH)).mod
+    assert "meet" in events_in(mod) and events_in(lowered(mod)) == set()
 
 
 def lowered(mod):

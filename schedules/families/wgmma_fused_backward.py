@@ -94,7 +94,7 @@ def channels_of(sch):
 
 
 def place_exchange(sch, plan, role):
-    """dS goes to shared memory beside the registers; what it adds to dQ stays in registers, with a copy that is the place to wait for it."""
+    """dS goes to shared memory beside the registers; what it adds to dQ stays in registers, with a copy as the place to wait for it."""
     product = sch.get_sblock("dQ_part")
     sch.cache_read(product, read_index(sch, product, "dS_cast"), "shared.dyn")
     addition = sch.get_sblock("dQ_sum")

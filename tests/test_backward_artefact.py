@@ -93,6 +93,42 @@ class TestNumbers:
             np.testing.assert_array_equal(tensor.numpy(), call[name])
 
 
+class TestViews:
+    """Views give the same bits as contiguous tensors, and nothing beside them is written."""
+
+    @pytest.fixture
+    def wanted(self, module, call):
+        module.flash_attention_backward(*call.values(), 0.5)
+        return [call[name].copy() for name in NAMES[6:]]
+
+    def check(self, module, call, views, wanted):
+        outputs = [np.full_like(array, np.nan) for array in wanted]
+        module.flash_attention_backward(*{**call, **dict(zip(NAMES[6:], outputs)), **views}.values(), 0.5)
+        for name, output, array in zip(NAMES[6:], outputs, wanted):
+            np.testing.assert_array_equal(views.get(name, output), array)
+
+    @pytest.mark.parametrize("names", [("dout",), ("q",), ("out", "dq"), ("k", "v", "dk", "dv"), NAMES], ids="-".join)
+    def test_heads_outside(self, module, call, wanted, names):
+        views = {name: np.ascontiguousarray(call[name].swapaxes(1, 2)).swapaxes(1, 2) for name in names if name != "lse"}
+        for name in set(names) & set(NAMES[6:]):
+            views[name][:] = np.nan
+        self.check(module, call, views, wanted)
+
+    def test_slices_of_one_tensor(self, module, call, wanted):
+        of_keys = np.full((2, 13, 2, 2, 32), np.nan, np.float32)  # dk and dv of one projection, [batch, keys, heads, k or v, channels]
+        views = {"dk": of_keys[..., 0, :], "dv": of_keys[..., 1, :16]}
+        self.check(module, call, views, wanted)
+        assert np.isnan(of_keys[..., 1, 16:]).all()
+
+    @pytest.mark.parametrize("axis", range(3), ids=["batch", "queries", "heads"])
+    def test_stride_zero(self, module, call, axis):
+        call["dout"] = np.ascontiguousarray(np.broadcast_to(call["dout"].take([0], axis), call["dout"].shape))
+        module.flash_attention_backward(*call.values(), 0.5)
+        one = call["dout"].take([0], axis)
+        strides = [0 if it == axis else stride for it, stride in enumerate(one.strides)]
+        self.check(module, call, {"dout": as_strided(one, call["dout"].shape, strides)}, [call[name].copy() for name in NAMES[6:]])
+
+
 class TestWithoutRows:
     """Who is not there adds nothing: what is there gets zeros."""
 

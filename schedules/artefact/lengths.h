@@ -125,6 +125,6 @@ static int check_lengths(const TVMFFIAny *args, TVMFFIAny *checked, DLTensor *pl
 static int check_tables(const DLTensor *tables, const DLTensor *plain, const View *views) {
   for (int i = 0; i < TABLES; ++i)
     for (int output = FIRST_OUTPUT; output < TENSORS; ++output)
-      if (check_apart(output, plain, views, &tables[i], tables[i].shape[0], kTables[i])) return -1;
+      if (check_apart(output, plain, views, &tables[i], NULL, tables[i].shape[0], kTables[i])) return -1;
   return 0;
 }

@@ -209,12 +209,38 @@ static int check_places(const Wanted *wanted, const DLTensor *tensor, const View
 
 static int64_t bytes_of(const DLTensor *tensor, int64_t elements) { return elements * (tensor->dtype.bits / 8); }
 
+/* Bytes of a view that lie side by side, again and again at a distance that is a multiple of `period`, which receives what divides all its
+ * strides beyond them, and what it held. */
+static int64_t run_of(const DLTensor *plain, const View *view, int64_t *period) {
+  int64_t run = 1;
+  for (int axis = plain->ndim - 1; axis >= 0; --axis) {
+    int64_t size = plain->shape[axis], stride = view->strides[axis];
+    if (size == 1) continue;
+    if (stride == run) {
+      run *= size;
+      continue;
+    }
+    for (int64_t a = bytes_of(plain, stride), b; a; a = b) b = *period % a, *period = a;
+  }
+  return bytes_of(plain, run);
+}
+
+/* Whether two views are slices of one tensor that never meet, such as keys and values of one projection. */
+static bool are_slices(const DLTensor *a, const View *view_a, const DLTensor *b, const View *view_b) {
+  int64_t period = 0, run_a = run_of(a, view_a, &period), run_b = run_of(b, view_b, &period);
+  if (period == 0) return false;
+  int64_t ahead = (int64_t)((uintptr_t)b->data % period) - (int64_t)((uintptr_t)a->data % period);
+  ahead += ahead < 0 ? period : 0;
+  return ahead >= run_a && period - ahead >= run_b;
+}
+
 /* An output shares no memory with another tensor; where one lies between the first and the last element of the other, they count as
- * sharing. `span` is that of the other. */
-static int check_apart(int output, const DLTensor *plain, const View *views, const DLTensor *other, int64_t span, const char *name) {
+ * sharing, unless they are slices. `span` and `view` are those of the other; a tensor without a view is contiguous. */
+static int check_apart(int output, const DLTensor *plain, const View *views, const DLTensor *other, const View *view, int64_t span,
+                       const char *name) {
   uintptr_t start = (uintptr_t)other->data, end = start + bytes_of(other, span);
   uintptr_t written = (uintptr_t)plain[output].data, written_end = written + bytes_of(&plain[output], views[output].span);
-  if (views[output].span && start < written_end && written < end)
+  if (views[output].span && start < written_end && written < end && !(view && are_slices(&plain[output], &views[output], other, view)))
     return fail("ValueError", "%s shares memory with %s, wanted outputs of their own", kWanted[output].name, name);
   return 0;
 }
@@ -226,7 +252,8 @@ static int check_memory(const DLTensor *plain, const View *views) {
     if (views[i].span == 0) continue;
     if (plain[i].data == NULL) return fail("ValueError", "%s has no data, wanted a pointer to its elements", name);
     for (int output = FIRST_OUTPUT; output < TENSORS; ++output)
-      if ((i < output || i >= TENSORS) && check_apart(output, plain, views, &plain[i], views[i].span, name)) return -1;
+      if ((i < output || i >= TENSORS) && check_apart(output, plain, views, &plain[i], i < TENSORS ? &views[i] : NULL, views[i].span, name))
+        return -1;
   }
   return 0;
 }

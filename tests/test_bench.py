@@ -1,4 +1,5 @@
 """The benchmark's parts, with stand-ins for PyTorch, NVML and other people's kernels. No GPU is needed."""
+import contextlib
 import ctypes
 import re
 import sys
@@ -269,7 +270,7 @@ class TestPyTorch:
         workload = Workload(64, 64, dtype, mask)
         data = contest.TorchData(workload, replace(SHAPE, mask=sizes), "cpu", seed=0)
         q, k, v = (tensor.float().numpy() for tensor in data.tensors[:3])
-        data.tensors[3][:] = torch.from_numpy(reference.forward(workload, q, k, v, mask=sizes)[0])
+        data.tensors[3][:] = torch.from_numpy(reference.forward(workload, q, k, v, arguments=sizes)[0])
         peer = next(peer for peer in (*peers.BY_DEFAULT["cpu"], *peers.FASTEST) if peer.name == name)
         (contestant,), sentences = peers.admit([peer], workload, data)
         assert sentences == []
@@ -294,7 +295,7 @@ def test_call_of_flash_attention_4(monkeypatch, answer):
     def flash_attn_func(q, k, v, causal):
         calls.append((q.shape, causal))
         return answer(right(q, k, v, MASKS["causal" if causal else "full"]())())
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(no_grad=lambda: lambda function: function))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(no_grad=contextlib.nullcontext))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=flash_attn_func))
     peer = next(peer for peer in peers.FASTEST if peer.name == "FlashAttention-4")
     contestants, sentences = peers.admit([peer], HALF, data_with_our_result(HALF))
@@ -304,7 +305,8 @@ def test_call_of_flash_attention_4(monkeypatch, answer):
 
 def test_comparison_on_a_gpu(monkeypatch):
     """A whole comparison with stand-ins: the peer that agrees with our kernel is timed beside it, the other one is named."""
-    def data(workload, shape, kind, seed):
+    def data(workload, shape, kind, seed, backward):
+        assert not backward
         made = data_with_our_result(workload, kind)
         made.tensors[3] = np.zeros_like(made.tensors[3])
         made.measure = lambda call, repeats: contest.Turn(1e-3, ((1755, 690.0),))
@@ -317,7 +319,7 @@ def test_comparison_on_a_gpu(monkeypatch):
     monkeypatch.setattr(peers, "FASTEST", (peers.Peer("right", right), peers.Peer("wrong", off_by(2))))
     args = bench.make_parser().parse_args(["--peers", "--tokens", "48", "--hidden", "128", "--milliseconds", "1", "--rest", "0"])
     device = Device("cuda", cuda_arch("sm_90a"), "nvidia-h200", "NVIDIA H200")
-    rows, sentences = bench.compare(args, device, {"default": kernel, "tuned": kernel}, HALF, 48)
+    rows, sentences = bench.compare(args, device, dict.fromkeys(("default", "tuned"), {"flash_attention_forward": kernel}), HALF, 48)
     assert [row["contestant"] for row in rows] == ["default", "tuned", "right"]
     assert all(row["mhz"] == 1755 and row["watts"] == 690 and row["ours_over_this"] == 1 and row["of_peak"] > 0 for row in rows)
     assert sentences == [f"wrong is left out of {HALF.name}: at length 48 its output is off from ours by 1, more than 0.02"]

@@ -32,9 +32,9 @@ def adds(family):
 
 
 def function_names(any_order, place=1):
-    """Symbols of the functions in this place of an artefact: for delta, for dK and dV, and for dQ; in any order for delta, for dK, dV and
-    sums of dQ, for dQ from these, and for the zeros that they start from."""
-    names = ("delta", "fused", "dq_cast", "dq_zeros") if any_order else ("delta", *ROLES)
+    """Symbols of the functions in this place of an artefact: for delta, without and with a gradient of the LSE, for dK and dV, and for dQ;
+    in any order for dK, dV and sums of dQ, for dQ from these, and for the zeros that they start from."""
+    names = ("delta", "delta_through_lse", *(("fused", "dq_cast", "dq_zeros") if any_order else ROLES))
     return tuple(f"attention_backward_{name}{'' if place == 1 else f'_variant{place}'}" for name in names)
 
 
@@ -59,7 +59,7 @@ def default_plans(family, workload, arch):
 def build(family, workload, plans, arch, place=1, strided=False):
     """The functions, lowered by the family's pipeline and compiled for `arch`, as one runtime module; for CUDA a compiler must be
     installed around the call (schedules.lowering.cuda_compile)."""
-    parts = [delta.schedule(workload, arch, strided)]
+    parts = [delta.schedule(workload, arch, strided, through_lse) for through_lse in (False, True)]
     if adds(family):
         parts += [family.schedule(workload, plans, strided=strided), dq_cast.schedule(workload, strided), dq_cast.zeros(workload)]
     else:

@@ -37,28 +37,39 @@ from te_defs.integers import minimum
 from te_defs.lengths import LENGTHS
 
 
-def attention_delta(workload):
+def attention_delta(workload, through_lse=False):
     """PrimFunc (dO [B, N, H, DV], O [B, N, H, DV], delta [B, H, N] float32) -> None: delta = rowsum(dO * O).
+
+    through_lse  whether a parameter dLSE [B, H, N] float32 stands before delta, the gradient of the LSE. As P is the slope of the LSE,
+                 delta = rowsum(dO * O) - dLSE then makes dS = P * (dP - delta) the gradient through both.
 
     Packed sequences are one batch entry here; rows that belong to none are as good as any.
     """
     dtype, DV = workload.dtype, workload.value_dim
 
     @T.prim_func(s_tir=True)
-    def delta_of(d_o: T.handle, o: T.handle, d: T.handle):
+    def delta_of(d_o: T.handle, o: T.handle, d_lse: T.handle, d: T.handle):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
         B, N, H = T.int32(), T.int32(), T.int32()
         dO = T.match_buffer(d_o, (B, N, H, DV), dtype, align=4)
         O = T.match_buffer(o, (B, N, H, DV), dtype, align=4)
+        dLSE = T.match_buffer(d_lse, (B, H, N), "float32", align=4)
         delta = T.match_buffer(d, (B, H, N), "float32", align=4)
+        row_sum = T.sblock_alloc_buffer((B, H, N), "float32")
         for b, h, i, c in T.grid(B, H, N, DV):
-            with T.sblock("delta"):
+            with T.sblock("row_sum"):
                 vb, vh, vi, vc = T.axis.remap("SSSR", [b, h, i, c])
                 with T.init():
-                    delta[vb, vh, vi] = T.float32(0)
-                delta[vb, vh, vi] += T.cast(dO[vb, vi, vh, vc], "float32") * T.cast(O[vb, vi, vh, vc], "float32")
+                    row_sum[vb, vh, vi] = T.float32(0)
+                row_sum[vb, vh, vi] += T.cast(dO[vb, vi, vh, vc], "float32") * T.cast(O[vb, vi, vh, vc], "float32")
+        for b, h, i in T.grid(B, H, N):
+            with T.sblock("delta"):
+                vb, vh, vi = T.axis.remap("SSS", [b, h, i])
+                delta[vb, vh, vi] = row_sum[vb, vh, vi] - dLSE[vb, vh, vi] if through_lse else row_sum[vb, vh, vi]
 
-    return delta_of
+    if through_lse:
+        return delta_of
+    return tirx.PrimFunc([param for param in delta_of.params if param.name != "dLSE"], delta_of.body, delta_of.ret_type, delta_of.attrs)
 
 
 class _Parameters:

@@ -120,10 +120,10 @@ def _probabilities(workload, q, k, lse, scale, arguments):
     return s, p, 1.0 if score is None else np.where(p > 0, score.applied_slopes(raw, raw.shape[2:]), 0)
 
 
-def backward(workload, dout, q, k, v, out, lse, scale=None, arguments=(), lengths=()):
+def backward(workload, dout, q, k, v, out, lse, scale=None, arguments=(), lengths=(), dlse=None):
     """Gradients dQ, dK, dV in float64, recomputed from the LSE (FlashAttention-2, section 2.3.2); those of the arguments are left out.
 
-    Shapes as in `forward`; dK and dV of a key head are summed over its group of query heads. With lengths, keys past the length of their
+    dlse [B, H, N] is the gradient of the LSE; None: zero. Shapes as in `forward`; dK and dV of a key head are summed over its group of query heads. With lengths, keys past the length of their
     batch entry have gradients of zero, and rows of packed sequences that belong to none NaN.
     """
     if lengths:
@@ -131,14 +131,15 @@ def backward(workload, dout, q, k, v, out, lse, scale=None, arguments=(), length
         gradients = np.full(q.shape, np.nan), np.full(k.shape, past), np.full(v.shape, past)
         for entry, rows, keys in slices(workload.lengths, q.shape[1], k.shape[1], lengths, q.shape[0]):
             found = backward(workload, dout[entry, rows], q[entry, rows], k[entry, keys], v[entry, keys], out[entry, rows],
-                             lse[entry, :, rows], scale, arguments)
+                             lse[entry, :, rows], scale, arguments, dlse=None if dlse is None else dlse[entry, :, rows])
             for gradient, of, part in zip(gradients, (rows, keys, keys), found):
                 gradient[entry, of] = part
         return gradients
     dout, q, k, v, out, lse = (x.astype(np.float64) for x in (dout, q, k, v, out, lse))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _, p, slope = _probabilities(workload, q, k, lse, scale, arguments)
-    ds = p * (_product(dout, v) - _row_sums(dout * out)[..., None]) * slope
+    delta = _row_sums(dout * out) - (0 if dlse is None else dlse.astype(np.float64))
+    ds = p * (_product(dout, v) - delta[..., None]) * slope
     dq, dk, dv = scale * _mean(ds, k), scale * _by_keys(ds, q), _by_keys(p, dout)
     return dq, *(_summed_over_groups(x, k.shape[2]) for x in (dk, dv))
 
@@ -232,7 +233,7 @@ def mismatch(out, lse, answer, lse_answer, bound, lse_bound=LSE_TOLERANCE):
     return None
 
 
-def plain_backward(workload, dout, q, k, v, scale=None, arguments=()):
+def plain_backward(workload, dout, q, k, v, scale=None, arguments=(), dlse=None):
     """The yardstick of gradients: plain attention that reads the input type, its O and LSE, and sums in float32, in order; P, dS and the
     gradients are rounded to the input type."""
     dtype = numpy_dtype(workload)
@@ -242,7 +243,8 @@ def plain_backward(workload, dout, q, k, v, scale=None, arguments=()):
     raw, (_, score, _) = _product_in_order(q, k) * scale, workload.modifiers(arguments)
     s = _scores(workload, q, k, scale, arguments, _product_in_order)
     p = np.exp(np.where(np.isneginf(s), s, s - np.where(np.isneginf(lse), 0, lse)[..., None]))
-    ds = p * (_product_in_order(dout, v) - np.cumsum(dout * out, axis=-1)[..., -1].swapaxes(1, 2)[..., None])
+    delta = np.cumsum(dout * out, axis=-1)[..., -1].swapaxes(1, 2) - (np.float32(0) if dlse is None else dlse)
+    ds = p * (_product_in_order(dout, v) - delta[..., None])
     ds = ds if score is None else np.where(p > 0, ds * score.applied_slopes(raw, raw.shape[2:]), 0)
     p, ds = (x.astype(dtype).astype(np.float32) for x in (p, ds))
     dq, dk, dv = (_sum_in_order(rows, x).swapaxes(1, 2) for rows, x in (
@@ -250,7 +252,7 @@ def plain_backward(workload, dout, q, k, v, scale=None, arguments=()):
     return tuple(x.astype(dtype) for x in (dq * scale, _summed_over_groups(dk, k.shape[2]) * scale, _summed_over_groups(dv, k.shape[2])))
 
 
-def _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answers):
+def _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answers, dlse):
     """Errors of dQ, dK, dV to first order, where each step is rounded once: scores and P as in `_errors_of_rounding`, scores and the LSE
     three times, since kernels change to base 2, sums by their products' magnitudes, and P, dS and O to the input type. Errors of single
     scores add up like chance, that of delta along its row; those of the base may be the same in all rows."""
@@ -263,8 +265,9 @@ def _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answ
     steps, common = 7 if workload.score else 3, 3 * step * abs(lse).max(initial=0)
     off = step * (abs(scale) * _product(abs(q), abs(k)) + steps * abs(s) + 3 * abs(lse) + abs(s - lse) + 2) + cast
     of_delta = step * _row_sums(abs(dout * out)) + cast * np.sqrt(_row_sums((dout * out)**2))
-    of_delta, slope = of_delta[..., None], abs(slope)
-    ds = abs(p * slope * (_product(dout, v) - _row_sums(dout * out)[..., None]))
+    dlse = np.zeros(of_delta.shape) if dlse is None else dlse.astype(np.float64)
+    of_delta, slope = (of_delta + step * abs(dlse))[..., None], abs(slope)
+    ds = abs(p * slope * (_product(dout, v) - (_row_sums(dout * out) - dlse)[..., None]))
     of_ds = (ds * off + step * p * slope * _product(abs(dout), abs(v)))**2
     dq = np.sqrt(_mean(of_ds, k**2)) + step * _mean(ds, abs(k))
     dq += of_delta.swapaxes(1, 2) * abs(_mean(p * slope, k))
@@ -274,7 +277,7 @@ def _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answ
     return [error + common * abs(answer) for error, answer in zip(errors, answers)]
 
 
-def backward_tolerances(workload, dout, q, k, v, answers, scale=None, arguments=(), lengths=()):
+def backward_tolerances(workload, dout, q, k, v, answers, scale=None, arguments=(), lengths=(), dlse=None):
     """Largest errors that dQ, dK and dV may have, in the spirit of `tolerances`: twice that of `plain_backward` on the same inputs, or what
     rounding does anyhow, plus one rounding step of the output type.
 
@@ -282,12 +285,13 @@ def backward_tolerances(workload, dout, q, k, v, answers, scale=None, arguments=
     """
     if lengths:
         parts = [backward_tolerances(workload, dout[entry, rows], q[entry, rows], k[entry, keys], v[entry, keys],
-                                     [x[entry, of] for x, of in zip(answers, (rows, keys, keys))], scale, arguments)
+                                     [x[entry, of] for x, of in zip(answers, (rows, keys, keys))], scale, arguments,
+                                     dlse=None if dlse is None else dlse[entry, :, rows])
                  for entry, rows, keys in slices(workload.lengths, q.shape[1], k.shape[1], lengths, q.shape[0])]
         return tuple(max(bound) for bound in zip((0.0, 0.0, 0.0), *parts))
     kind = ml_dtypes.finfo(numpy_dtype(workload))
-    errors = zip(answers, plain_backward(workload, dout, q, k, v, scale, arguments),
-                 _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answers))
+    errors = zip(answers, plain_backward(workload, dout, q, k, v, scale, arguments, dlse),
+                 _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answers, dlse))
     return tuple(max(2 * np.abs(plain.astype(np.float64) - answer).max(initial=0), rounding.max(initial=0))
                  + float(kind.eps) * np.abs(answer).max(initial=0) + float(kind.smallest_subnormal) for answer, plain, rounding in errors)
 

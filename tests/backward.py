@@ -90,10 +90,12 @@ class Called:
         self.backward, self.device, self.times = module.flash_attention_backward, device, times
         self.packed = workload.lengths == "packed"
 
-    def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
+    def __call__(self, dout, q, k, v, out, lse, scale, arguments=(), dlse=None):
         if self.packed:
             dout, q, k, v, out, lse = (array[0] for array in (dout, q, k, v, out, lse))
+            dlse = None if dlse is None else dlse[0]
             arguments = (*arguments, int(np.diff(arguments[-2]).max(initial=0)))  # max_k, from cu_seqlens_k
+        arguments = arguments if dlse is None else (*arguments, dlse)
         found = [self._once((dout, q, k, v, out, lse), scale, arguments) for _ in range(self.times)]
         assert all(a.tobytes() == b.tobytes() for other in found[1:] for a, b in zip(found[0], other)), "two runs differ"
         return [array[None] for array in found[0]] if self.packed else found[0]
@@ -113,21 +115,23 @@ def _handed_over(arguments):
     return [tvm.runtime.tensor(x) if isinstance(x, np.ndarray) else x for x in arguments]
 
 
-def problem(workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1):
+def problem(workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1, dlse=None):
     """(what a backward function is handed, the float64 answers (dQ, dK, dV) and LSE) of seeded inputs, Q and K times a factor."""
     q, k, v = reference.make_inputs(workload, shape, seed)
     q, k = (x * x.dtype.type(factor) for x in (q, k))
     dout = np.random.default_rng([seed, 1]).standard_normal((*q.shape[:3], v.shape[3])).astype(q.dtype)
     out, lse = reference.forward(workload, q, k, v, scale, arguments, lengths)
-    answers = reference.backward(workload, dout, q, k, v, out, lse, scale, arguments, lengths)
+    answers = reference.backward(workload, dout, q, k, v, out, lse, scale, arguments, lengths, dlse)
     given = dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
     return tuple(map(np.ascontiguousarray, given)), answers, lse
 
 
-def verdict(function, workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1):
-    """None where the gradients are right on seeded inputs, else the reference's sentence."""
-    scale = float(np.float32(scale))
-    given, answers, lse = problem(workload, shape, scale, arguments, lengths, seed, factor)
-    bounds = reference.backward_tolerances(workload, *given[:4], answers, scale, arguments, lengths)
-    gradients = function(*given, scale, (*arguments, *lengths))
+def verdict(function, workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1, through_lse=False):
+    """None where the gradients are right on seeded inputs, else the reference's sentence; with a gradient of the LSE where
+    `through_lse`."""
+    scale, size = float(np.float32(scale)), (shape.batch, shape.q_heads, shape.q_len)
+    dlse = np.random.default_rng([seed, 2]).standard_normal(size, np.float32) if through_lse else None
+    given, answers, lse = problem(workload, shape, scale, arguments, lengths, seed, factor, dlse)
+    bounds = reference.backward_tolerances(workload, *given[:4], answers, scale, arguments, lengths, dlse)
+    gradients = function(*given, scale, (*arguments, *lengths), *((dlse,) if through_lse else ()))
     return reference.backward_mismatch(gradients, answers, bounds, lse)

@@ -64,6 +64,14 @@ class TestNumbers:
     def test_against_the_reference(self, module, shape, scale):
         assert verdict(Called(module, WORKLOAD), WORKLOAD, shape, scale) is None
 
+    @pytest.mark.parametrize("shape", [Shape(2, 6, 2, 37, 70), Shape(1, 2, 1, 70, 33), Shape(1, 2, 2, 5, 0)], ids=str)
+    def test_through_the_lse(self, module, shape):
+        assert verdict(Called(module, WORKLOAD), WORKLOAD, shape, 0.2, through_lse=True) is None
+
+    def test_packed_through_the_lse(self, packed):
+        lengths = np.array([0, 5, 5, 40], np.int32), np.array([0, 20, 20, 33], np.int32), 35
+        assert verdict(Called(packed, PACKED), PACKED, Shape(1, 4, 2, 40, 33), 0.3, (), lengths, through_lse=True) is None
+
     def test_packed_sequences(self, packed):
         lengths = np.array([0, 5, 5, 40], np.int32), np.array([0, 20, 20, 33], np.int32), 35
         assert verdict(Called(packed, PACKED), PACKED, Shape(1, 4, 2, 40, 33), 0.3, (), lengths) is None
@@ -178,6 +186,19 @@ class TestRefused:
         assert str(caught.value).startswith(f"flash_attention_backward: {message}")
         assert untouched(call)
 
+    @pytest.mark.parametrize("make, message", [
+        (lambda call: call["lse"][:, :-1].copy(), "dlse.shape[1] is 3, wanted 4 as lse.shape[1]"),
+        (lambda call: call["lse"].astype(np.float64), "dlse has dtype float64, wanted float32"), (lambda call: 1.0, "dlse is a float"),
+        (lambda call: call["dq"].reshape(-1)[:72].reshape(2, 4, 9), "dq shares memory with dlse")], ids=range(4))
+    def test_gradients_of_the_lse(self, module, call, make, message):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            module.flash_attention_backward(*call.values(), 0.5, make(call))
+        assert str(caught.value).startswith(f"flash_attention_backward: {message}") and untouched(call)
+
+    def test_no_gradient_of_the_lse(self, module, call):
+        module.flash_attention_backward(*call.values(), 0.5, None)
+        assert not untouched(call)
+
     @pytest.mark.parametrize("scale, message", [(np.inf, "scale is inf"), ("1", "scale is text or bytes")])
     def test_scales(self, module, call, scale, message):
         with pytest.raises((TypeError, ValueError)) as caught:
@@ -199,7 +220,7 @@ class TestRefused:
 class TestExport:
     def test_manifest(self, module):
         told = json.loads(str(module.flash_attention_manifest()))["backward"]
-        assert told["signature"] == "flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale)"
+        assert told["signature"] == "flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, dlse=None)"
         assert told["variants"][0]["workspace_bytes"] == "4 * queries * heads * batch"
         (variant,) = told["variants"]
         assert variant["family"] == cpu_backward.NAME and set(variant["plan"]) == set(backward.ROLES)

@@ -51,18 +51,20 @@ static int invoke(void *self, const Call *call, Function function, const TVMFFIA
 
 /* The kernels of a call, one after the other: delta, then dk and dv, then dq; or delta and zeros, then dk, dv and sums of dq, then dq. Where
  * there are no queries, keys get zeros, and where there are no keys, queries do. */
-static int launch(void *self, const Call *call, const TVMFFIAny *delta, const TVMFFIAny *sums, TVMFFIAny *result) {
+static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVMFFIAny *delta, const TVMFFIAny *sums, TVMFFIAny *result) {
   const TVMFFIAny *it = call->checked;
   bool adds = call->variant->functions[ZEROS] != NULL;
   bool queries = call->longest[0] > 0 && call->views[LSE].span > 0;
   bool keys = call->longest[1] > 0 && call->views[DK].span > 0;
-  TVMFFIAny of_delta[] = {it[DOUT], it[OUT], *delta};
+  TVMFFIAny of_delta[] = {it[DOUT], it[OUT], *delta}, through_lse[] = {it[DOUT], it[OUT], *dlse, *delta};
   TVMFFIAny of_keys[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DK], it[DV]};
   TVMFFIAny of_all[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, *sums, it[DK], it[DV]};
   TVMFFIAny of_queries[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DQ]};
   TVMFFIAny of_sums[] = {*sums, it[DQ]};
 
-  if (queries && invoke(self, call, DELTA, of_delta, 3, 0, result)) return -1;
+  if (queries && (dlse->type_index == kTVMFFINone ? invoke(self, call, DELTA, of_delta, 3, 0, result)
+                                                  : invoke(self, call, DELTA_THROUGH_LSE, through_lse, 4, 0, result)))
+    return -1;
   if (queries && adds && invoke(self, call, ZEROS, of_sums, 1, 0, result)) return -1;
   if (keys && invoke(self, call, GRADIENTS_OF_KEYS, adds ? of_all : of_keys, adds ? 9 : 8, BEHIND, result)) return -1;
   if (!queries) return 0;
@@ -70,9 +72,36 @@ static int launch(void *self, const Call *call, const TVMFFIAny *delta, const TV
               : invoke(self, call, GRADIENTS_OF_QUERIES, of_queries, 7, BEHIND, result);
 }
 
+/* The gradient of lse, which may follow all other arguments: like lse, or None. `checked` and `plain` receive what the kernel gets. */
+static int check_dlse(const TVMFFIAny *arg, const Call *call, TVMFFIAny *checked, DLTensor *plain) {
+  Wanted wanted = kWanted[LSE];
+  View view;
+  *checked = (TVMFFIAny){.type_index = kTVMFFINone};
+  wanted.name = "dlse";
+  if (arg->type_index == kTVMFFINone) return 0;
+  const DLTensor *tensor = as_tensor(arg), *lse = &call->plain[LSE];
+  if (tensor == NULL) return fail("TypeError", "dlse is %s, wanted a tensor or None", type_name(arg));
+  if (check_type(&wanted, tensor, lse->device) || check_strides(&wanted, tensor, &view)) return -1;
+  for (int axis = 0; axis < wanted.rank; ++axis)
+    if (tensor->shape[axis] != lse->shape[axis + 1 - BATCH_AXES])
+      return fail("ValueError", "dlse.shape[%d] is %lld, wanted %lld as lse.shape[%d]", axis, (long long)tensor->shape[axis],
+                  (long long)lse->shape[axis + 1 - BATCH_AXES], axis);
+  *plain = *lse;
+  plain->data = (char *)tensor->data + tensor->byte_offset;
+  if (view.span && plain->data == NULL) return fail("ValueError", "dlse has no data, wanted a pointer to its elements");
+  for (int output = FIRST_OUTPUT; output < TENSORS; ++output)
+    if (check_apart(output, call->plain, call->views, plain, NULL, view.span, "dlse")) return -1;
+  *checked = (TVMFFIAny){.type_index = kTVMFFIDLTensorPtr, .v_ptr = plain};
+  return 0;
+}
+
 static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result, const Variant *only) {
   Call call = {0};
-  if (check_call(&call, args, count, only)) return -1;
+  TVMFFIAny dlse;
+  DLTensor plain_dlse;
+  bool through_lse = count == ARGUMENTS + 1;
+  if (check_call(&call, args, count - through_lse, only)) return -1;
+  if (check_dlse(through_lse ? &args[ARGUMENTS] : &(TVMFFIAny){.type_index = kTVMFFINone}, &call, &dlse, &plain_dlse)) return -1;
   /* Without batch entries nothing is to be written, and without heads of keys there are none of queries. */
   if (call.batch == 0 || call.plain[K].shape[2] == 0) return 0;
   say_once(&call.passed_over, call.variant);
@@ -85,12 +114,12 @@ static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny 
   Workspace delta = {.plain = call.plain[LSE]}, sums = {.plain = call.plain[DQ]};
   sums.plain.dtype = delta.plain.dtype, sums.plain.strides = NULL;
   int failed = allocate(&delta, "delta") || (call.variant->functions[ZEROS] != NULL && allocate(&sums, "sums of dq")) ||
-               launch(self, &call, &delta.argument, &sums.argument, result);
+               launch(self, &call, &dlse, &delta.argument, &sums.argument, result);
   failed = release(&sums) || failed;
   return release(&delta) || failed ? -1 : 0;
 }
 
-/* flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, the extras) -> None */
+/* flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, the extras[, dlse]) -> None */
 TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
   return backward(self, args, count, result, NULL);
 }

@@ -55,7 +55,7 @@ def _describe_backward(workload, gradients):
     """What an artefact says of its gradients; what a variant allocates for a call is given by the sizes of q."""
     rows = "4 * queries * heads" + " * batch" * (workload.lengths != "packed")
     return {
-        "signature": f"flash_attention_backward({', '.join(backward_arguments(workload))})",
+        "signature": f"flash_attention_backward({', '.join(backward_arguments(workload))}, dlse=None)",
         "variants": [{**_describe_variant(variant), "order": "any" if variant.adds else "fixed",
                       "workspace_bytes": rows + f" * {1 + workload.head_dim}" * variant.adds} for variant in gradients],
     }

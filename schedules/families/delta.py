@@ -11,7 +11,7 @@ grid is on blockIdx.x: the other axes end at 65,535. The GPU's nest, of d 128 an
       row % 32  @threadIdx.y
         lane of 8  @threadIdx.x
           dO_local O_local                        registers, two vectors of 8 each
-          delta_local                             16 channels in order, then shuffles over the lanes
+          row_sum                                 16 channels in order, then shuffles over the lanes
         delta                                     guarded: the last block may have fewer rows
 """
 import tvm
@@ -41,7 +41,7 @@ def lanes_of(vectors):
 
 def rows_of(sch):
     """(loop over all rows, in memory order; loop over the channels of one)."""
-    b, h, i, c = loops_of(sch, "delta")
+    b, h, i, c = loops_of(sch, "row_sum")
     sch.reorder(b, i, h)
     return sch.fuse(b, i, h), c
 
@@ -53,14 +53,14 @@ def give_rows_lanes(sch, workload):
     lane, c = sch.split(c, factors=[lanes_of(workload.value_dim // vector), None])
     block, row = sch.split(row, factors=[None, THREADS // int(sch.get(lane).extent)])
     for read in (0, 1):
-        copy = sch.cache_read("delta", read, "local")
+        copy = sch.cache_read("row_sum", read, "local")
         sch.compute_at(copy, lane)
         step, neighbour = sch.split(loops_of(sch, copy)[-1], factors=[None, vector])
         sch.unroll(step)
         sch.vectorize(neighbour)
     sch.unroll(c)
-    # TVM does not guard the store of a sum across threads: a block of its own stores it.
-    sch.reverse_compute_at(sch.cache_write("delta", 0, "local"), row)
+    sch.set_scope("row_sum", 0, "local")
+    sch.reverse_compute_at("delta", row)
     return block, row, lane
 
 
@@ -82,11 +82,12 @@ def sum_by_vectors(sch, workload, arch):
     sch.vectorize(lane)
     sch.parallel(row)
     sch.decompose_reduction(parts, c)  # last: a sum without its init can no longer be dealt to cores
+    sch.reverse_compute_at("delta", row)
 
 
-def schedule(workload, arch, strided=False):
-    """A fresh Schedule of the function; for views with strides where it is `strided`."""
-    func = attention_delta(workload).with_attr(WIDE_OFFSETS, True)
+def schedule(workload, arch, strided=False, through_lse=False):
+    """A fresh Schedule of the function; for views with strides where it is `strided`, with the gradient of the LSE where `through_lse`."""
+    func = attention_delta(workload, through_lse).with_attr(WIDE_OFFSETS, True)
     func = roles.with_strides(func) if strided else func
     func = func.with_attr(ALIGNED_VIEWS, True) if arch.kind == "cuda" else func
     sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)

@@ -123,9 +123,9 @@ def _probabilities(workload, q, k, lse, scale, arguments):
 def backward(workload, dout, q, k, v, out, lse, scale=None, arguments=(), lengths=(), dlse=None):
     """Gradients dQ, dK, dV in float64, recomputed from the LSE (FlashAttention-2, section 2.3.2); those of the arguments are left out.
 
-    dlse [B, H, N] is the gradient of the LSE; None: zero. Shapes as in `forward`; dK and dV of a key head are summed over its group of query
-    heads. With lengths, keys past the length of their batch entry have gradients of zero, and rows of packed sequences that belong to none
-    NaN.
+    dlse [B, H, N] is the gradient of the LSE; None: zero. Shapes as in `forward`; dK and dV of a key head are summed over its group of
+    query heads. With lengths, keys past the length of their batch entry have gradients of zero, and rows of packed sequences that belong
+    to none NaN.
     """
     if lengths:
         past = np.nan if workload.lengths == "packed" else 0.0

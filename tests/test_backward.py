@@ -12,7 +12,7 @@ from te_defs.flash_attention_backward import attention_dk_dv
 from te_defs.lengths import sample
 from te_defs.masks import MASKS
 from te_defs.workload import Shape, Workload, make_arguments
-from tests.backward import Naive, Plain, problem, verdict
+from tests.backward import Fused, Naive, Plain, problem, verdict
 
 WORKLOADS = {w.name: w for w in (Workload(32, 16, "float16", "causal"), Workload(16, 32, "bfloat16", "full"),
                                  *(Workload(16, 24, "float32", mask) for mask in MASKS))}
@@ -30,13 +30,19 @@ LENGTHS = ("causal+keys", "window+packed", "full+softcap+sink+packed", "tests.of
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Function (Naive or Plain, workload) -> that form of its backward pass, each compiled once."""
+    """Function (Naive, Plain or Fused, workload) -> that form of its backward pass, each compiled once."""
     return functools.cache(lambda form, workload: form(workload))
 
 
-@pytest.fixture(params=[Naive, Plain], ids=["naive", "plain"])
+@pytest.fixture(params=[Naive, Plain, Fused], ids=["naive", "plain", "fused"])
 def form(request, compiled):
-    """Function workload -> either form of its backward pass."""
+    """Function workload -> each form of its backward pass."""
+    return functools.partial(compiled, request.param)
+
+
+@pytest.fixture(params=[Plain, Fused], ids=["plain", "fused"])
+def tiled(request, compiled):
+    """The same of those that know lengths."""
     return functools.partial(compiled, request.param)
 
 
@@ -73,7 +79,7 @@ def test_features(form, features):
 
 
 @pytest.mark.parametrize("features", LENGTHS)
-def test_lengths(plain, features):
+def test_lengths(tiled, features):
     it = featured(features)
     for number, (n, m) in enumerate(((37, 50), (60, 20), (1, 33))):
         mask = it.mask_class.samples[-1]
@@ -81,7 +87,7 @@ def test_lengths(plain, features):
         shape = Shape(batch, 4, 2, rows, keys, mask)
         if it.lengths == "packed":
             lengths = (*lengths, int(np.diff(lengths[1]).max()))
-        assert verdict(plain(it), it, shape, 0.25, make_arguments(it, shape, number), lengths, number) is None
+        assert verdict(tiled(it), it, shape, 0.25, make_arguments(it, shape, number), lengths, number) is None
 
 
 @pytest.mark.parametrize("tiles", [(16, 32), (64, 64), (8, 128)], ids=str)

@@ -22,7 +22,8 @@ from tests.test_backward import CALLS, FEATURES, LENGTHS, WORKLOADS, featured
 ARCH = cuda_arch("sm_90a")
 PLAN = wgmma_fused_backward.WgmmaBackwardPlan(q_tile=64, kv_tile=64)
 SCHEDULED = [(Workload(64, 128, "float16", "causal"), PLAN), (Workload.parse("fwd_d64_dv64_bf16_window+softcap"), PLAN),
-             (Workload(64, 64, "float16", "full"), PLAN.but(kv_tile=128)), (Workload(64, 64, "float16", "full"), PLAN.but(q_tile=128, kv_tile=128)),
+             (Workload(64, 64, "float16", "full"), PLAN.but(kv_tile=128)),
+             (Workload(64, 64, "float16", "full"), PLAN.but(q_tile=128, kv_tile=128)),
              (Workload(64, 128, "float16", "causal"), PLAN.but(across=1)),
              (Workload(64, 64, "float16", "full"), PLAN.but(q_tile=128, kv_tile=128, across=1))]
 

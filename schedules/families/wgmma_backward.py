@@ -54,8 +54,8 @@ class WgmmaBackwardPlan(Plan):
 
     stages            copies of the tiles that come by, in their rings
     loader_registers  registers per thread that the loader warpgroup keeps, a multiple of 8; the consumers share the rest
-    across            1: the second half of a turn runs beside the first of the next one (backward_turns); 2: and nothing is awaited before
-                      the exponentials are computed
+    across            0: one turn behind the other; else the second part of a turn runs beside the first of the next (backward_turns).
+                      2: no wait that stands behind the exponentials is moved up; 3: this, and dQ is awaited in front of them
     """
 
     stages: int = 2
@@ -164,7 +164,8 @@ def intrinsics_of(role, dtype, plan, d, dv):
                 announced=[events.issued(product.block)])
     for block, product in waits_of(role, plan).items():
         size = streams if block in READY else dv if block.startswith("dV") else d
-        made[block] = intrinsics.ready(size, [events.awaited(product)], turn_of(role, plan).releases[block], ROLES[role].transposes(product))
+        made[block] = intrinsics.ready(size, [events.awaited(product)], turn_of(role, plan).releases[block],
+                                       ROLES[role].transposes(product))
     return {block: (f"wgmma_{role}_{block}_{dtype}_{plan}_{d}_{dv}".replace(" ", "_"), *pair) for block, pair in made.items()}
 
 
@@ -244,7 +245,7 @@ def bind_accumulators(sch, plan, role):
         if role.rows == "j":
             sch.reorder(*reversed(loops_of(sch, block, 2)))
         own_fragment(sch, block, warps)
-    sch.annotate(loops_of(sch, "P")[2], products_in_flight.HOLD, int(plan.across == 2))
+    sch.annotate(loops_of(sch, "P")[2], products_in_flight.HOLD, int(plan.across > 1))
     for init, _, store in role.sums:
         own_fragment(sch, init, warps)
         own_output(sch, store, warps)

@@ -31,7 +31,7 @@ NAME = "wgmma_fused_backward"
 ROLE = "fused"
 BINDS_AT = "bind_grid"
 #: The copy of dS to shared memory by the plan's `across`: as cache_read names it for one reader, and cache_write for all.
-SHARED = ("dS_cast_shared.dyn", wgmma_backward.HANDED, wgmma_backward.HANDED)
+SHARED = ("dS_cast_shared.dyn", *[wgmma_backward.HANDED] * 3)
 
 #: (q_tile, kv_tile, stages, loader_registers) by most channels.
 TILES = {64: (128, 128, 2, 24), 128: (64, 128, 2, 40)}
@@ -97,7 +97,7 @@ def channels_of(sch):
 
 
 def place_exchange(sch, plan, role):
-    """dS goes to shared memory beside the registers; what it adds to dQ stays in registers, with a copy that is the place to wait for it."""
+    """dS goes to shared memory beside the registers; what it adds to dQ stays in registers, with a copy as the place to wait for it."""
     product = sch.get_sblock("dQ_part")
     if plan.across:
         sch.cache_write("dS_cast", 0, "warp")

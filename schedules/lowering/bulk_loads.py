@@ -79,8 +79,8 @@ def lower_bulk_loads(func):
 
 def _with_body(block, body, writes=None):
     annotations = {key: value for key, value in block.annotations.items() if key != BULK_LOAD}
-    return s_stmt.SBlock(block.iter_vars, block.reads, block.writes if writes is None else writes, block.name_hint, body, block.init, block.alloc_buffers,
-                         block.match_buffers, annotations)
+    return s_stmt.SBlock(block.iter_vars, block.reads, block.writes if writes is None else writes, block.name_hint, body, block.init,
+                         block.alloc_buffers, block.match_buffers, annotations)
 
 
 def _event(block, ring):

@@ -59,7 +59,8 @@ ACROSS = {
                    "P", "P_masked", "dQ_part_warp", "dQ_sum", "dP_init", "dP", "dK_acc", "P_cast", "dV_init", "dV_acc_new", "dP_warp",
                    "dS"),
                   {"S_warp": (), "dV_acc": (events.DO,), "dQ_part_warp": (), "dK_acc": (events.Q,), "dP_warp": ()},
-                  ("dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "dQ_part_warp", "dQ_sum", "dK_acc", "dV_acc")),
+                  ("dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "dQ_part_warp", "dQ_sum", "dK_acc",
+                   "dV_acc")),
 }
 _FUSED = ACROSS["fused"]
 #: What is added to dQ leaves its registers before exponentials are computed, so that dP, too, runs beside these.

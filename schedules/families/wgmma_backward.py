@@ -101,7 +101,7 @@ def default_plan(role, workload, arch):
 
 
 def budget(role, workload, arch, plan, more_bytes=0):
-    """Divisibility, shared memory and registers of a plan, with so many bytes more; PlanError with the whole budget where it does not fit."""
+    """Divisibility, shared memory and registers of a plan, with so many bytes more; PlanError with the budget where it does not fit."""
     stays, streams = ROLES[role].tiles(plan)
     d, dv, groups = workload.head_dim, workload.value_dim, stays // intrinsics.GROUP_ROWS
     require(stays in (64, 128, 192), "the tile that stays must be 64 rows for each of one to three consumer warpgroups", stays,

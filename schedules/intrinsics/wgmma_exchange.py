@@ -1,7 +1,8 @@
 """What warpgroups need of each other: a matrix that each has rows of in registers, as the first operand of a product that reads all of it.
 
 The matrix goes to shared memory with the fragments' columns side by side, [chunk of columns, row, column of the chunk], swizzled as the
-tensor memory accelerator would have it, where wgmma reads either operand in either order. The contract is that of schedules.intrinsics.wgmma.
+tensor memory accelerator would have it, where wgmma reads either operand in either order. The contract is that of
+schedules.intrinsics.wgmma.
 """
 from tvm import tirx
 from tvm.script import tirx as T

@@ -25,6 +25,16 @@ def test_numbers_before_threads_are_bound(workload):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("role, tile", [("dq", (128, 96, 3, 24)), ("dk_dv", (64, 128, 3, 24))])
+def test_turns_across_each_other_compile_without_serialisation(toolkit, role, tile):
+    """The products of one turn run beside the exponentials of the next: nvcc finds registers for all, but for numbers of the loader."""
+    plan = wgmma_backward.WgmmaBackwardPlan(*tile, across=2)
+    with cuda_compiler(toolkit, (ARCH.name,), CudaOptions(**wgmma_backward.compiler_options(plan))) as log:
+        wgmma_backward.build(role, Workload(128, 128, "float16", "full"), plan, ARCH)
+    assert log.last.warnings == () and log.last.most("spill_store_bytes") <= 32
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", COMPILED, ids=lambda w: w.name)
 @pytest.mark.parametrize("role", PLANS)
 def test_seeds_compile_without_spills(toolkit, figures, role, workload):

@@ -73,3 +73,8 @@ ROLES = {"dq": DQ, "dk_dv": DK_DV}
 #: te_defs/fused_backward.py. The rows of dQ are nobody's own: its product, with the copies around it, is scheduled by wgmma_fused_backward.
 FUSED = replace(DK_DV, declare=partial(attention_dk_dv_dq, place_of=column_of), statements=(
     *DK_DV.statements[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_part_warp", "dQ_sum", *DK_DV.statements[-2:]))
+#: The same where dK, too, is a product with what was handed over: the cast of dS needs no registers while products run.
+FUSED_HANDED = replace(
+    FUSED, products=tuple(replace(it, first="dS_cast_warp") if it.block == "dK_acc_new" else it for it in FUSED.products),
+    statements=(*(it for it in DK_DV.statements[:-2] if not it.startswith("dK")), "dS_cast_warp", "dK_init", "dK_acc_new", "dQ_init",
+                "dQ_part", "dQ_part_warp", "dQ_sum", *DK_DV.statements[-2:]))

@@ -18,8 +18,9 @@ from tvm.s_tir import TensorIntrin
 
 from schedules import roles
 from schedules.families import wgmma_backward
+from schedules.families.backward_turns import turn_of
 from schedules.families.wgmma_backward import (  # noqa: F401, the same here
-    CONFIG, PIPELINE, ROLES, STRIDED, WHOLE_ROWS, WgmmaBackwardPlan, ring_of)
+    CONFIG, PIPELINE, STRIDED, WHOLE_ROWS, WgmmaBackwardPlan, ring_of, role_of)
 from schedules.intrinsics import events, wgmma_exchange
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.lowering import reduce_adds, rings
@@ -29,7 +30,8 @@ from schedules.stages import loops_of, read_index, unroll_all
 NAME = "wgmma_fused_backward"
 ROLE = "fused"
 BINDS_AT = "bind_grid"
-SHARED = "dS_cast_shared.dyn"
+#: The copy of dS to shared memory by the plan's `across`: as cache_read names it for one reader, and cache_write for all.
+SHARED = ("dS_cast_shared.dyn", *[wgmma_backward.HANDED] * 3)
 
 #: (q_tile, kv_tile, stages, loader_registers) by most channels.
 TILES = {64: (128, 128, 2, 24), 128: (64, 128, 2, 40)}
@@ -75,10 +77,11 @@ def compiler_options(plan):
 def intrinsics_of(dtype, plan, channels):
     """(name, description, implementation) of what this family adds, by the block that it replaces."""
     _, share = shares(plan, channels)
-    made = {SHARED: wgmma_exchange.hand_over(dtype, plan.kv_tile, plan.q_tile),
-            "dQ_part": wgmma_exchange.product_of_tiles(dtype, plan.kv_tile, share, intrinsics.chunk_of(channels), ring_of("K_tile")),
-            "dQ_part_warp": intrinsics.ready(share, intrinsics.behind(1), [events.DO])}
-    return {block: (f"wgmma_{ROLE}_{block}_{dtype}_{plan.q_tile}x{plan.kv_tile}x{channels}", *pair) for block, pair in made.items()}
+    made = {SHARED[plan.across]: wgmma_exchange.hand_over(dtype, plan.kv_tile, plan.q_tile),
+            "dQ_part": wgmma_exchange.product_of_tiles(dtype, plan.kv_tile, share, intrinsics.chunk_of(channels), ring_of("K_tile"),
+                                                        [events.issued("dQ_part")]),
+            "dQ_part_warp": intrinsics.ready(share, [events.awaited("dQ_part")], turn_of(ROLE, plan).releases["dQ_part_warp"])}
+    return {block: (f"wgmma_{ROLE}_{block}_{dtype}_{plan}_{channels}".replace(" ", "_"), *pair) for block, pair in made.items()}
 
 
 def declare(workload, plan):
@@ -96,7 +99,11 @@ def channels_of(sch):
 def place_exchange(sch, plan, role):
     """dS goes to shared memory beside the registers; what it adds to dQ stays in registers, with a copy as the place to wait for it."""
     product = sch.get_sblock("dQ_part")
-    sch.cache_read(product, read_index(sch, product, "dS_cast"), "shared.dyn")
+    if plan.across:
+        sch.cache_write("dS_cast", 0, "warp")
+        sch.set_scope(SHARED[plan.across], 0, "shared.dyn")
+    else:
+        sch.cache_read(product, read_index(sch, product, "dS_cast"), "shared.dyn")
     addition = sch.get_sblock("dQ_sum")
     sch.cache_read(addition, read_index(sch, addition, "dQ_part"), "warp")
     sch.set_scope(product, 0, "warp")
@@ -106,7 +113,7 @@ def lay_out_exchange(sch, plan, role):
     """Lay dS out in lines of 64 queries, and what is added to dQ as accumulators of the warps that share it."""
     queries, share = shares(plan, channels_of(sch))
     steps = queries * intrinsics.GROUP_ROWS // intrinsics.WARP_ROWS
-    sch.transform_layout(SHARED, ("write", 0), lambda i, j: (i // wgmma_exchange.CHUNK, j, i % wgmma_exchange.CHUNK))
+    sch.transform_layout(SHARED[plan.across], ("write", 0), lambda i, j: (i // wgmma_exchange.CHUNK, j, i % wgmma_exchange.CHUNK))
     for block in ("dQ_part", "dQ_part_warp"):
         sch.transform_layout(block, ("write", 0), lambda i, c: (
             c // share * steps + i // intrinsics.WARP_ROWS, *intrinsics.accumulator_place(i, c % share)))
@@ -163,11 +170,12 @@ def use_exchange(sch, plan, role):
     """Replace the copies by stores that warpgroups meet at and by a wait, and the product by wgmma."""
     names = {block: name for block, (name, *_) in intrinsics_of(
         sch.get(sch.get_sblock("K_load")).writes[0].source.dtype, plan, channels_of(sch)).items()}
-    i, j = loops_of(sch, SHARED, 2)
+    shared = SHARED[plan.across]
+    i, j = loops_of(sch, shared, 2)
     warp, j = sch.split(j, factors=[None, intrinsics.WARP_ROWS])
     sch.reorder(warp, i, j)
     sch.bind(warp, "threadIdx.y")
-    sch.tensorize(i, names[SHARED])
+    sch.tensorize(i, names[shared])
     sch.tensorize(loops_of(sch, "dQ_part")[-3], names["dQ_part"])
     part, step, row, channel = split_share(sch, plan, *loops_of(sch, "dQ_part_warp", 2))
     sch.reorder(part, step, row, channel)
@@ -183,4 +191,4 @@ STAGES = (place_exchange, wgmma_backward.place_buffers, wgmma_backward.lay_out_a
 
 def schedule(workload, plan, stages=None, strided=False):
     """A fresh Schedule of the function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(workload, plan), STAGES[:stages], plan, ROLES[ROLE], strided)
+    return roles.staged(declare(workload, plan), STAGES[:stages], plan, role_of(ROLE, plan), strided)

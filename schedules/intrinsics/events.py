@@ -58,6 +58,16 @@ def wait_scores():
     return T.call_extern("int32", PREFIX + "wait_scores", key_tile())
 
 
+def issued(product):
+    """The product of this name is on its way: schedules.lowering.products_in_flight counts it."""
+    return T.call_extern("int32", PREFIX + "issued", product)
+
+
+def awaited(product):
+    """Wait until the last product of this name is there, and nothing that was issued behind it."""
+    return T.call_extern("int32", PREFIX + "awaited", product)
+
+
 def bulk_load(*arguments):
     """Load one tile into its ring: see schedules.lowering.bulk_loads for the arguments."""
     return tirx.call_extern("int32", PREFIX + "bulk_load", *arguments)

@@ -87,13 +87,14 @@ def _descriptor(address, line_bytes, leading_bytes):
     return layout | T.uint64(fixed) | T.cast(T.shift_right(T.bitwise_and(address, 0x3FFFF), 4), "uint64")
 
 
-def wgmma_scores(dtype, rows, columns, channels, own, other, transposed=False, in_turn=False):
+def wgmma_scores(dtype, rows, columns, channels, own, other, transposed=False, in_turn=False, announced=()):
     """Description and implementation of S += A B^T on a warp's 16 rows of A, all rows of B and all channels; issues the product, does not
     wait for it, but for B.
 
     rows, columns  rows of the tiles A and B, whose rings are `own` and `other`
     transposed     whether S and its operands are declared the other way round: A's rows, the fragment's, are the second axis
     in_turn        whether warpgroups take turns at issuing it
+    announced      calls that say that it has been issued
     """
     chunk, registers, kind = chunk_of(channels), columns // 2, PTX_DTYPE[dtype]
     chunks, line = chunks_of(channels), chunk * ELEMENT_BYTES
@@ -145,6 +146,7 @@ def wgmma_scores(dtype, rows, columns, channels, own, other, transposed=False, i
                         k_rows + T.cast(step // steps * (columns * line >> 4) + step % steps * 2, "uint64"),
                         step != 0, 1, 1, 0, 0))
                 T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+                _evaluate(announced)
 
     return meaning, spelling
 
@@ -215,7 +217,7 @@ def wgmma_pv(dtype, kv_tile, value_dim):
     return meaning, spelling
 
 
-def wgmma_sum(dtype, terms, channels, ring):
+def wgmma_sum(dtype, terms, channels, ring, announced=()):
     """Description and implementation of X += P V on a warp's 16 rows, for a reduction whose init reads the old accumulator alone; P comes
     from registers. V, whose ring is given, must be there: another product has waited for it. Issues the product, does not wait.
     """
@@ -251,6 +253,7 @@ def wgmma_sum(dtype, terms, channels, ring):
             T.writes(X[0:LANES, 0:x_registers])
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
                 _issue_sum(X, P, V, lane, ring, dtype, terms, channels)
+                _evaluate(announced)
 
     return meaning, spelling
 

@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
 from schedules.intrinsics.wgmma import (
-    ELEMENT_BYTES, PTX_DTYPE, STEP, WARP_ROWS, _address, _descriptor, _keep, _pair, _registers, accumulator_place)
+    ELEMENT_BYTES, PTX_DTYPE, STEP, WARP_ROWS, _address, _descriptor, _evaluate, _keep, _pair, _registers, accumulator_place)
 
 #: Columns of a chunk: a swizzled line of 128 bytes.
 CHUNK = 64
@@ -68,13 +68,14 @@ def hand_over(dtype, rows, columns):
     return meaning, spelling
 
 
-def product_of_tiles(dtype, terms, columns, chunk, other):
+def product_of_tiles(dtype, terms, columns, chunk, other, announced=()):
     """Description and implementation of X += A B on a warp's 16 rows, A handed over, B's columns side by side in a tile of chunks, whose
     ring is given and which must be there; issues the product, does not wait. X starts from zero.
 
-    terms    rows of both tiles
-    columns  of B that this warpgroup takes, part of a chunk or several
-    chunk    columns of a line of B
+    terms      rows of both tiles
+    columns    of B that this warpgroup takes, part of a chunk or several
+    chunk      columns of a line of B
+    announced  calls that say that it has been issued
     """
     chunks, within, registers, kind = max(columns // chunk, 1), min(columns, chunk), columns // 2, PTX_DTYPE[dtype]
     line, instruction = chunk * ELEMENT_BYTES, f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
@@ -116,5 +117,62 @@ def product_of_tiles(dtype, terms, columns, chunk, other):
                         a_rows + T.cast(step * (STEP * LINE >> 4), "uint64"), b_rows + T.cast(step * (STEP * line >> 4), "uint64"),
                         step != 0, 1, 1, 1, 1))
                 T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+                _evaluate(announced)
+
+    return meaning, spelling
+
+
+def sum_of_handed(dtype, rows, terms, columns, chunk, other, announced=()):
+    """Description and implementation of X += A^T B on a warp's 16 rows, A handed over and declared as there, for a reduction whose init
+    reads the old accumulator alone; else as `product_of_tiles`.
+
+    rows   of the matrix that was handed over, of which a warpgroup takes its own 64; terms: its columns, and the rows of B
+    """
+    chunks, registers, kind = columns // chunk, columns // 2, PTX_DTYPE[dtype]
+    line, instruction = chunk * ELEMENT_BYTES, f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
+
+    @T.prim_func(s_tir=True)
+    def meaning(x: T.handle, old: T.handle, a: T.handle, b: T.handle) -> None:
+        X = _registers(x, "float32", registers)
+        O = _registers(old, "float32", registers)
+        A = _tile(a, dtype, terms // CHUNK, WARP_ROWS, CHUNK)
+        B = _tile(b, dtype, chunks, terms, chunk)
+        with T.sblock("root"):
+            T.reads(X[0:LANES, 0:registers], O[0:LANES, 0:registers], A[0:terms // CHUNK, 0:WARP_ROWS, 0:CHUNK],
+                    B[0:chunks, 0:terms, 0:chunk])
+            T.writes(X[0:LANES, 0:registers])
+            for j, c, i in T.grid(WARP_ROWS, columns, terms):
+                with T.sblock("X"):
+                    vj, vc, vi = T.axis.remap("SSR", [j, c, i])
+                    lane, register = T.meta_var(accumulator_place(vj, vc))
+                    T.reads(X[lane, register], O[lane, register], A[vi // CHUNK, vj, vi % CHUNK], B[vc // chunk, vi, vc % chunk])
+                    T.writes(X[lane, register])
+                    X[lane, register] = X[lane, register] + (
+                        T.cast(A[vi // CHUNK, vj, vi % CHUNK], "float32") * T.cast(B[vc // chunk, vi, vc % chunk], "float32"))
+
+    @T.prim_func(s_tir=True)
+    def spelling(x: T.handle, old: T.handle, a: T.handle, b: T.handle) -> None:
+        X = _registers(x, "float32", registers)
+        O = _registers(old, "float32", registers)
+        A = _tile(a, dtype, terms // CHUNK, WARP_ROWS, CHUNK)
+        B = _tile(b, dtype, chunks, terms, chunk)
+        with T.sblock("root"):
+            T.reads(X[0:LANES, 0:registers], O[0:LANES, 0:registers], A[0:terms // CHUNK, 0:WARP_ROWS, 0:CHUNK],
+                    B[0:chunks, 0:terms, 0:chunk])
+            T.writes(X[0:LANES, 0:registers])
+            for lane in T.thread_binding(0, LANES, "threadIdx.x"):
+                for register in T.unroll(registers):
+                    _keep(X[lane, register])
+                T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+                a_rows: T.let[T.uint64] = _descriptor(
+                    _address(T.address_of(A[0, 0, 0])) - events.group_bytes(WARP_ROWS * LINE) + events.slot_bytes(events.DS), LINE, STEP)
+                b_rows: T.let[T.uint64] = _descriptor(_address(T.address_of(B[0, 0, 0])) + events.slot_bytes(other), line, terms * line)
+                for step in T.unroll(terms // STEP):
+                    T.evaluate(T.ptx[instruction](
+                        *[X[lane, register] for register in range(registers)],
+                        a_rows + T.cast(step // 4 * (rows * LINE >> 4) + step % 4 * 2, "uint64"),
+                        b_rows + T.cast(step * (STEP * line >> 4), "uint64"), True, 1, 1, 0, 1))
+                T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+                _evaluate(announced)
 
     return meaning, spelling

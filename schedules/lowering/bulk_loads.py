@@ -58,7 +58,8 @@ def lower_bulk_loads(func):
     """Replace annotated blocks by bulk_load events, and bind the key tile of every event to the number of the turn."""
     def replace(block):
         if BULK_LOAD in block.annotations:
-            return _with_body(block, tirx.Evaluate(_event(block, events.RINGS.index(str(block.annotations[BULK_LOAD])))))
+            event = tirx.Evaluate(_event(block, events.RINGS.index(str(block.annotations[BULK_LOAD]))))
+            return _with_body(block, event, writes=())  # or a software pipeline would keep two of a tile that is read a turn later
         return block
 
     def bind(loop):
@@ -76,10 +77,10 @@ def lower_bulk_loads(func):
     return func.with_body(tvm_ffi.structural_map(func.body, ((s_stmt.SBlock, replace), (tirx.For, bind))))
 
 
-def _with_body(block, body):
+def _with_body(block, body, writes=None):
     annotations = {key: value for key, value in block.annotations.items() if key != BULK_LOAD}
-    return s_stmt.SBlock(block.iter_vars, block.reads, block.writes, block.name_hint, body, block.init, block.alloc_buffers,
-                         block.match_buffers, annotations)
+    return s_stmt.SBlock(block.iter_vars, block.reads, block.writes if writes is None else writes, block.name_hint, body, block.init,
+                         block.alloc_buffers, block.match_buffers, annotations)
 
 
 def _event(block, ring):

@@ -302,8 +302,8 @@ class _Roles:
     def wait_full(self, done, tiles, ring, key_tile):
         ring = int(ring)
         copy, phase = self.rings.turn(ring, done, tiles, key_tile)
-        first = isinstance(key_tile, tirx.IntImm) and ring == events.K and not self.shared_decode
-        return [*(self.wait_full(done, tiles, events.Q, _number(0)) if first else []),
+        first = isinstance(key_tile, tirx.IntImm) and ring == events.K and ring not in self.stays and not self.shared_decode
+        return [*(call for stay in sorted(self.stays) if first for call in self.wait_full(done, tiles, stay, _number(0))),
                 T.cuda.mbarrier_wait(self.rings.barrier(ring, copy, 0), phase)]
 
     def release(self, done, tiles, ring, key_tile):

@@ -8,6 +8,7 @@ from tvm import tirx
 from schedules.lowering import pass_lists, rewrite
 from schedules.lowering.bulk_loads import lower_bulk_loads
 from schedules.lowering.polynomial_exp2 import share_exponentials
+from schedules.lowering.products_in_flight import count_products, hold_probabilities
 from schedules.lowering.reduce_adds import reduce_adds
 from schedules.lowering.row_statistics import tell_statistics
 from schedules.lowering.software_pipeline import expand_overlap
@@ -26,6 +27,7 @@ pass_lists.register("flashtir_wgmma", [
     *pass_lists.flatten(),
     *pass_lists.split_key_loop([rewrite.split_masked_tiles(), rewrite.mask_peeled_tile()]),
     *pass_lists.loops_to_statements(),
+    count_products(),
     split_roles(),
     tirx.transform.ConvertSSA(),
     *pass_lists.statements_to_function(),
@@ -34,6 +36,7 @@ pass_lists.register("flashtir_wgmma", [
     rewrite.full_warp_mask(),
     rewrite.skip_rescale(),
     rewrite.hold_back(),
+    hold_probabilities(),
     share_exponentials(),
     wide_stores(),
     reduce_adds(),

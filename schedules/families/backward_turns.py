@@ -1,0 +1,77 @@
+"""In which order wgmma_backward and wgmma_fused_backward do what a turn has to do, and what they wait for.
+
+Products run in the order in which they are issued, beside the arithmetic of the warps that issued them. Which products are in flight is
+what an order decides; which registers, too: a matrix has some from the issue of its product up to its last use.
+
+In the orders of ACROSS a turn is cut in two, and its second part runs beside the first of the next turn (a software pipeline of two
+stages). Tensor cores then have work while exponentials are computed, while dS is made and while warpgroups meet.
+"""
+from dataclasses import dataclass
+
+from schedules.intrinsics import events
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a turn does.
+
+    order     statements as they are executed
+    releases  for each copy that waits for a product: the rings whose tiles nobody reads any more
+    later     statements that run a turn later
+    """
+
+    order: tuple
+    releases: dict
+    later: tuple = ()
+
+    def lists(self, statements):
+        """TVM's (stage, order) lists for statements in program order."""
+        return [int(it in self.later) for it in statements], [self.order.index(it) for it in statements]
+
+
+_LOADS = ("Q_load", "dO_load", "LSE_load", "delta_load")
+_KEYS = (*_LOADS, "S_init", "S", "dP_init", "dP", "S_warp", "P", "P_masked", "P_cast", "dV_init", "dV_acc_new", "dP_warp", "dS", "dS_cast")
+
+#: One turn behind the other: S and dP are issued together, and what a product adds to a sum is awaited at the end of the turn.
+APART = {
+    "dq": Turn(("K_load", "V_load", "S_init", "S", "dP_init", "dP", "S_warp", "P", "P_masked", "dP_warp", "dS", "dS_cast", "dQ_init",
+                "dQ_acc_new", "dQ_acc"), {"S_warp": (), "dP_warp": (events.V,), "dQ_acc": (events.K,)}),
+    "dk_dv": Turn((*_KEYS, "dK_init", "dK_acc_new", "dK_acc", "dV_acc"),
+                  {"S_warp": (), "dP_warp": (), "dK_acc": (events.Q,), "dV_acc": (events.DO,)}),
+    "fused": Turn((*_KEYS, "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "dQ_part_warp", "dQ_sum", "dK_acc",
+                   "dV_acc"),
+                  {"S_warp": (), "dP_warp": (), "dQ_part_warp": (events.DO,), "dK_acc": (events.Q,), "dV_acc": ()}),
+}
+
+#: S of the next turn is issued as soon as dS has been computed, in the registers of P; then dV is awaited, whose operand makes room for the
+#: cast of dS. Beside S warpgroups meet, beside dQ and dK exponentials are computed, and dS beside dV. Three blocks of registers are enough
+#: besides the sums: one for S and P, one for dQ, dP and dS, and one for what is cast.
+#: Where nothing is handed over dP is issued with S.
+ACROSS = {
+    "dq": Turn(("K_load", "V_load", "S_init", "S", "dS_cast", "dQ_init", "dQ_acc_new", "dP_init", "dP", "S_warp", "P", "P_masked", "dQ_acc",
+                "dP_warp", "dS"),
+               {"S_warp": (), "dP_warp": (events.V,), "dQ_acc": (events.K,)}, ("dS_cast", "dQ_init", "dQ_acc_new", "dQ_acc")),
+    "dk_dv": Turn((*_LOADS, "S_init", "S", "dV_acc", "dS_cast", "dK_init", "dK_acc_new", "dP_init", "dP", "S_warp", "P", "P_masked",
+                   "dK_acc", "P_cast", "dV_init", "dV_acc_new", "dP_warp", "dS"),
+                  {"S_warp": (), "dV_acc": (events.DO,), "dK_acc": (events.Q,), "dP_warp": ()},
+                  ("dV_acc", "dS_cast", "dK_init", "dK_acc_new", "dK_acc")),
+    "fused": Turn((*_LOADS, "S_init", "S", "dV_acc", "dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "S_warp",
+                   "P", "P_masked", "dQ_part_warp", "dQ_sum", "dP_init", "dP", "dK_acc", "P_cast", "dV_init", "dV_acc_new", "dP_warp",
+                   "dS"),
+                  {"S_warp": (), "dV_acc": (events.DO,), "dQ_part_warp": (), "dK_acc": (events.Q,), "dP_warp": ()},
+                  ("dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "dQ_part_warp", "dQ_sum", "dK_acc",
+                   "dV_acc")),
+}
+_FUSED = ACROSS["fused"]
+#: What is added to dQ leaves its registers before exponentials are computed, so that dP, too, runs beside these.
+EARLY = {**ACROSS, "fused": Turn(
+    (*_LOADS, "S_init", "S", "dV_acc", "dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "dQ_part_warp", "dQ_sum",
+     "dP_init", "dP", "S_warp", "P", "P_masked", "dK_acc", "P_cast", "dV_init", "dV_acc_new", "dP_warp", "dS"),
+    _FUSED.releases, _FUSED.later)}
+#: By the plan's `across`.
+ORDERS = (APART, ACROSS, ACROSS, EARLY)
+
+
+def turn_of(role, plan):
+    """The Turn of a function at a plan."""
+    return ORDERS[plan.across][role]

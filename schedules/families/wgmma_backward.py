@@ -78,8 +78,8 @@ READY = {"S_warp": ("P", "S"), "dP_warp": ("dS", "dP")}
 #: (q_tile, kv_tile, stages, loader_registers) for each role, by most channels. One of the loader's warps has indices of two loops in
 #: registers for dK and dV; up to 40 cost two consumer warpgroups no more than 32 do.
 TILES = {"dq": {64: (128, 128, 2, 24), 128: (128, 128, 2, 24)}, "dk_dv": {64: (96, 128, 2, 40), 128: (64, 128, 2, 40)}}
-#: The same, and `across`, where all rows see all keys: 6 % faster for dQ at d 128.
-EVEN_TILES = {"dq": {64: (128, 128, 2, 24), 128: (128, 96, 3, 24, 2)}, "dk_dv": TILES["dk_dv"]}
+#: The same, and `across`, for dQ of 128 channels where all rows see all keys: 6 % faster.
+EVEN_TILE = (128, 96, 3, 24, 2)
 #: The same where scores are modified, whose slope needs S as long as dS does, and for dQ where tiles have masks at both ends.
 SMALLER_TILES = {"dq": {64: (128, 80, 2, 40), 128: (128, 80, 2, 40)}, "dk_dv": {64: (64, 128, 2, 40), 128: (32, 128, 3, 40)}}
 
@@ -99,8 +99,9 @@ def default_plan(role, workload, arch):
     """The tile for so many channels."""
     channels = max(workload.head_dim, workload.value_dim)
     smaller = workload.score or role == "dq" and not workload.mask_class.from_start
-    tiles = SMALLER_TILES if smaller else EVEN_TILES if workload.mask == "full" else TILES
-    plans = (WgmmaBackwardPlan(*tile) for most, tile in sorted(tiles[role].items()) if most >= channels)
+    tiles = [tile for most, tile in sorted((SMALLER_TILES if smaller else TILES)[role].items()) if most >= channels]
+    even = (workload.mask, workload.score, workload.lengths, workload.head_dim, workload.value_dim) == ("full", "", "uniform", 128, 128)
+    plans = (WgmmaBackwardPlan(*tile) for tile in ([EVEN_TILE] if even and role == "dq" else []) + tiles)
     return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
 
 

@@ -63,18 +63,17 @@ def gradients(arch, toolkit, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
 @pytest.mark.parametrize("family", ON_GPUS, ids=lambda f: f.NAME)
-def test_numbers_and_bits(gradients, family, workload, shape):
-    module = gradients(family, workload)
-    shape, factor = SHAPES[shape]
-    sizes, given = lengths.sample(workload.lengths, shape.batch, shape.q_len, shape.kv_len)
-    samples = workload.mask_class.samples
-    shape = replace(shape, mask=samples[len(samples) // 2], **dict(zip(("batch", "q_len", "kv_len"), sizes)))
-    call = Called(module, workload, tvm.cuda(0), times=1 if adds(family) else 2)
-    scale = factor * workload.head_dim**-0.5
-    assert verdict(call, workload, shape, scale, make_arguments(workload, shape), given) is None
+def test_numbers_and_bits(gradients, family, workload):
+    call = Called(gradients(family, workload), workload, tvm.cuda(0), times=1 if adds(family) else 2)
+    mask = workload.mask_class.samples[len(workload.mask_class.samples) // 2]
+    for name, (shape, factor) in SHAPES.items():
+        sizes, given = lengths.sample(workload.lengths, shape.batch, shape.q_len, shape.kv_len)
+        shape = replace(shape, mask=mask, **dict(zip(("batch", "q_len", "kv_len"), sizes)))
+        for through_lse in (False, True):
+            assert verdict(call, workload, shape, factor * workload.head_dim**-0.5, make_arguments(workload, shape), given,
+                           through_lse=through_lse) is None, name
 
 
 @pytest.mark.parametrize("family", (wgmma_backward, mma_backward), ids=lambda f: f.NAME)

@@ -18,7 +18,7 @@ WORKLOAD = Workload(64, 64, "float16", "causal")
 #: Functions of schedules.intrinsics.events that are no calls in a kernel, or stand for a loop index before the roles are split.
 NOT_SPLIT = {"name_of", "key_tile"}
 #: Events that lowering makes of annotated blocks, and those of the backward pass alone.
-FROM_BLOCKS, BACKWARD = {"bulk_load", "tell", "told"}, {"meet"}
+FROM_BLOCKS, BACKWARD = {"bulk_load", "tell", "told"}, {"meet", "issued", "awaited"}
 
 
 def events_in(mod):

@@ -49,6 +49,17 @@ def own_fragment(sch, block, warps, vectorize=None):
         sch.vectorize(inner)
 
 
+def bind_lanes(sch, row, column):
+    """Let every lane compute what it holds of an accumulator of 16 rows, by these two loops over it; return the loop over its blocks of
+    eight columns."""
+    half, row = sch.split(row, factors=[2, 8])
+    eight, quad, pair = sch.split(column, factors=[None, 4, 2])
+    sch.reorder(row, quad, eight, half, pair)
+    sch.bind(sch.fuse(row, quad), "threadIdx.x")
+    unroll_all(sch, (eight, half, pair))
+    return eight
+
+
 def own_output(sch, block, warps):
     """Let every lane store what it holds of an output [rows, columns]: whole blocks of eight columns where there are four for each lane of
     a quad, else the pairs that it holds side by side."""

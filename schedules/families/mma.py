@@ -26,7 +26,7 @@ from schedules.families.mma_plan import (  # noqa: F401, the family's other half
 from schedules.intrinsics import mma as intrinsics
 from schedules.intrinsics.mma import CHANNEL_STEPS
 from schedules.lowering import mma_pipeline, rewrite, software_pipeline
-from schedules.stages import copy_cooperatively, loops_of, own_fragment, own_output, own_statistics, read_index, unroll_all
+from schedules.stages import bind_lanes, copy_cooperatively, loops_of, own_fragment, own_output, own_statistics, read_index, unroll_all
 from te_defs.flash_attention import flash_attention_forward
 from te_defs.integers import round_up
 
@@ -278,11 +278,7 @@ def bind_products(sch, plan):
         unroll_all(sch, (k, j, step))
         init = sch.decompose_reduction(product, k)
         i, j = loops_of(sch, sch.get_child_blocks(init)[0], 2)
-        half, row = sch.split(i, factors=[2, 8])
-        column_half, quad, pair = sch.split(j, factors=[2, 4, 2])
-        sch.reorder(row, quad, column_half, half, pair)
-        sch.bind(sch.fuse(row, quad), "threadIdx.x")
-        unroll_all(sch, (column_half, half, pair))
+        bind_lanes(sch, i, j)
 
 
 def use_tensor_cores(sch, plan):

@@ -18,7 +18,7 @@ from schedules.families.mma_plan import COPY_BYTES
 from schedules.intrinsics import mma as intrinsics
 from schedules.lowering import mma_pipeline
 from schedules.lowering.aligned_strides import ALIGNED_VIEWS
-from schedules.stages import copy_cooperatively, loops_of, own_fragment, own_output, read_index, unroll_all
+from schedules.stages import bind_lanes, copy_cooperatively, loops_of, own_fragment, own_output, read_index, unroll_all
 
 PIPELINE = "flashtir_mma"
 CONFIG = mma_pipeline.CONFIG
@@ -279,11 +279,7 @@ def bind_products(sch, plan, role):
         if product.transposed:
             sch.reorder(j, i)
             i, j = j, i
-        half, row = sch.split(i, factors=[2, 8])
-        column_half, quad, pair = sch.split(j, factors=[2, 4, 2])
-        sch.reorder(row, quad, column_half, half, pair)
-        sch.bind(sch.fuse(row, quad), "threadIdx.x")
-        unroll_all(sch, (column_half, half, pair))
+        bind_lanes(sch, i, j)
 
 
 def use_tensor_cores(sch, plan, role):

@@ -28,7 +28,7 @@ from schedules.families.wgmma_plan import (  # noqa: F401, the family's other ha
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import CHANNEL_STEPS, statistics_layout
 from schedules.lowering import bulk_loads, polynomial_exp2, rewrite, software_pipeline, warp_roles, wgmma_pipeline
-from schedules.stages import loops_of, own_fragment, own_output, own_statistics, unroll_all
+from schedules.stages import bind_lanes, loops_of, own_fragment, own_output, own_statistics
 from te_defs.flash_attention import flash_attention_forward
 from te_defs.integers import round_up
 
@@ -245,11 +245,7 @@ def bind_products(sch, plan):
         sch.bind(warp, "threadIdx.y")
         init = sch.decompose_reduction(product, whole)
         i, j = loops_of(sch, sch.get_child_blocks(init)[0], 2)
-        half, row = sch.split(i, factors=[2, 8])
-        column, quad, pair = sch.split(j, factors=[None, 4, 2])
-        sch.reorder(row, quad, column, half, pair)
-        sch.bind(sch.fuse(row, quad), "threadIdx.x")
-        unroll_all(sch, (column, half, pair))
+        column = bind_lanes(sch, i, j)
         if product == "O_acc_new_o":
             sch.annotate(column, rewrite.LAZY_RESCALE, plan.lazy_rescale)
 

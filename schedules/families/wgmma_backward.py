@@ -35,7 +35,7 @@ from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import LANES
 from schedules.lowering import bulk_loads, products_in_flight, rings, row_statistics, warp_roles, wgmma_pipeline
 from schedules.plan import Budget, Plan, first_of, fitting, require
-from schedules.stages import loops_of, own_fragment, own_output, read_index, unroll_all
+from schedules.stages import bind_lanes, loops_of, own_fragment, own_output, read_index
 
 NAME = "wgmma_backward"
 #: Copy of dS in shared memory, as cache_write names it.
@@ -267,11 +267,7 @@ def bind_products(sch, plan, role):
         if product.transposed:
             sch.reorder(j, i)
             i, j = j, i
-        half, row = sch.split(i, factors=[2, 8])
-        column, quad, pair = sch.split(j, factors=[None, 4, 2])
-        sch.reorder(row, quad, column, half, pair)
-        sch.bind(sch.fuse(row, quad), "threadIdx.x")
-        unroll_all(sch, (column, half, pair))
+        bind_lanes(sch, i, j)
 
 
 def use_tensor_cores(sch, plan, role):

@@ -25,7 +25,7 @@ from schedules.intrinsics import events, wgmma_exchange
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.lowering import reduce_adds, rings
 from schedules.plan import first_of, fitting, require
-from schedules.stages import loops_of, read_index, unroll_all
+from schedules.stages import bind_lanes, loops_of, read_index, unroll_all
 
 NAME = "wgmma_fused_backward"
 ROLE = "fused"
@@ -153,17 +153,12 @@ def bind_exchange(sch, plan, role):
     part, step, row, channel = split_share(sch, plan, *loops_of(sch, "dQ_sum", 2))
     sch.reorder(part, step, row, channel)
     sch.bind(sch.fuse(part, step), "threadIdx.y")
-    sch.annotate(bind_lanes(sch, row, channel), reduce_adds.REDUCE_ADD, 1)
-
-
-def bind_lanes(sch, row, channel):
-    """Let every lane compute what it holds of 16 rows; return the loop over blocks of eight of 16 channels."""
     half, row = sch.split(row, factors=[2, 8])
     columns, eight, quad, pair = sch.split(channel, factors=[None, 2, 4, 2])
     sch.reorder(row, quad, half, columns, eight, pair)
     sch.bind(sch.fuse(row, quad), "threadIdx.x")
     unroll_all(sch, (half, columns, eight, pair))
-    return eight
+    sch.annotate(eight, reduce_adds.REDUCE_ADD, 1)
 
 
 def use_exchange(sch, plan, role):

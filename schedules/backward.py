@@ -1,8 +1,7 @@
 """The kernels of a backward pass, from workload to runtime module: delta, and the functions that a family schedules."""
 from dataclasses import dataclass
 
-import tvm
-
+from schedules.build import compiled
 from schedules.families import cpu_backward, delta, dq_cast, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward
 from schedules.plan import Plan
 from schedules.registry import NoSchedule
@@ -57,15 +56,10 @@ def default_plans(family, workload, arch):
 
 
 def build(family, workload, plans, arch, place=1, strided=False):
-    """The functions, lowered by the family's pipeline and compiled for `arch`, as one runtime module; for CUDA a compiler must be
-    installed around the call (schedules.lowering.cuda_compile)."""
+    """The functions of gradients, `compiled`."""
     parts = [delta.schedule(workload, arch, strided, through_lse) for through_lse in (False, True)]
     if adds(family):
         parts += [family.schedule(workload, plans, strided=strided), dq_cast.schedule(workload, strided), dq_cast.zeros(workload)]
     else:
         parts += [family.schedule(role, workload, getattr(plans, role), strided=strided) for role in ROLES]
-    names = function_names(adds(family), place)
-    mod = tvm.IRModule({name: sch.mod["main"].with_attr("global_symbol", name) for name, sch in zip(names, parts)})
-    target = arch.target()
-    with target, tvm.transform.PassContext(config=family.CONFIG):
-        return tvm.tirx.build(mod, target=target, pipeline=family.PIPELINE)
+    return compiled({name: sch.mod["main"] for name, sch in zip(function_names(adds(family), place), parts)}, family, arch)

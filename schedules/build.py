@@ -41,18 +41,23 @@ def staged(sch, family, plan, stages=None):
     return sch
 
 
-def build(mod, family, arch, negative_scale_mod=None, place=1):
-    """Lower a scheduled module by the family's pipeline and compile it for `arch`.
-
-    Its function is called KERNEL in the result, and that of `negative_scale_mod`, the twin for scales below zero that an artefact
-    needs, NEGATIVE_SCALE_KERNEL; `kernel_names` says what they are in other places than the first. For CUDA a compiler must be installed
-    around the call (schedules.lowering.cuda_compile).
-    """
-    parts = [mod] if negative_scale_mod is None else [mod, negative_scale_mod]
-    joined = tvm.IRModule({name: part["main"].with_attr("global_symbol", name) for name, part in zip(kernel_names(place), parts)})
+def compiled(functions, family, arch):
+    """Scheduled functions by their symbols, lowered by the family's pipeline and compiled for `arch`, as one runtime module; for CUDA a
+    compiler must be installed around the call (schedules.lowering.cuda_compile)."""
+    mod = tvm.IRModule({name: func.with_attr("global_symbol", name) for name, func in functions.items()})
     target = arch.target()
     with target, tvm.transform.PassContext(config=family.CONFIG):
-        return tvm.tirx.build(joined, target=target, pipeline=family.PIPELINE)
+        return tvm.tirx.build(mod, target=target, pipeline=family.PIPELINE)
+
+
+def build(mod, family, arch, negative_scale_mod=None, place=1):
+    """A scheduled module, `compiled`.
+
+    Its function is called KERNEL in the result, and that of `negative_scale_mod`, the twin for scales below zero that an artefact
+    needs, NEGATIVE_SCALE_KERNEL; `kernel_names` says what they are in other places than the first.
+    """
+    parts = [mod] if negative_scale_mod is None else [mod, negative_scale_mod]
+    return compiled({name: part["main"] for name, part in zip(kernel_names(place), parts)}, family, arch)
 
 
 def build_plan(family, workload, plan, arch, place=1, strided=None, packed=False):

@@ -4,6 +4,8 @@ from dataclasses import replace
 import numpy as np
 import tvm
 
+from schedules.build import compiled
+from schedules.families import cpu, delta, simt
 from te_defs import reference
 from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
 from te_defs.fused_backward import attention_dk_dv_dq, attention_dq_cast
@@ -69,6 +71,16 @@ class Fused:
         self.fused(dout, q_, k_, v_, lse_, delta, dq_sum, dk, dv, scale, *arguments)
         self.dq_cast(dq_sum, dq, scale)
         return [x.numpy() for x in (dq, dk, dv)]
+
+
+def alone(family, role, workload, plan, arch):
+    """A function of a family, compiled by itself: a module with a function of the role's name."""
+    return compiled({role: family.schedule(role, workload, plan).mod["main"]}, family, arch)
+
+
+def delta_alone(workload, arch):
+    """The same of delta, which any family's pipeline lowers."""
+    return compiled({delta.NAME: delta.schedule(workload, arch).mod["main"]}, cpu if arch.kind == "cpu" else simt, arch)
 
 
 def unbound(family):

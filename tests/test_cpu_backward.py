@@ -8,7 +8,7 @@ from schedules.families import cpu_backward
 from schedules.plan import PlanError
 from te_defs.flash_attention_backward import attention_delta
 from te_defs.workload import Shape, Workload, make_arguments
-from tests.backward import Plain, verdict
+from tests.backward import Plain, alone, verdict
 from tests.numbers import QUICK_LLVM
 
 ARCH = cpu_arch(codegen.llvm_get_system_cpu(), 256, 2)
@@ -23,7 +23,7 @@ class Scheduled(Plain):
 
     def __init__(self, workload, arch):
         self.delta = tvm.compile(attention_delta(workload), QUICK_LLVM)
-        self.dq, self.dk_dv = (cpu_backward.build(role, workload, cpu_backward.default_plan(role, workload, arch), arch)
+        self.dq, self.dk_dv = (alone(cpu_backward, role, workload, cpu_backward.default_plan(role, workload, arch), arch)[role]
                                for role in ("dq", "dk_dv"))
 
 

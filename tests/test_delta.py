@@ -14,6 +14,7 @@ from schedules.families import cpu, delta, mma, simt
 from schedules.lowering.cuda_compile import cuda_compiler
 from te_defs.flash_attention_backward import attention_delta
 from te_defs.workload import Workload, element_type
+from tests.backward import delta_alone
 
 CPU = cpu_arch(codegen.llvm_get_system_cpu(), 256, 2)
 WORKLOADS = [Workload(64, 64, "float32"), Workload(64, 128, "float16"), Workload(64, 40, "bfloat16"), Workload(64, 8, "float32")]
@@ -32,7 +33,7 @@ def check(function, workload, B, N, H):
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
 def test_numbers_on_a_cpu(workload):
-    function = delta.build(workload, CPU)[delta.NAME]
+    function = delta_alone(workload, CPU)[delta.NAME]
     for sizes in SIZES:
         check(function, workload, *sizes)
 
@@ -73,7 +74,7 @@ def test_offsets_have_64_bits(family, arch):
     ids=lambda value: getattr(value, "name", str(value)))
 def test_a_lane_loads_16_bytes_at_once(toolkit, workload, arch, lanes, loads):
     with cuda_compiler(toolkit, (arch,)) as log:
-        source = delta.build(workload, cuda_arch(arch)).imports[0].inspect_source()
+        source = delta_alone(workload, cuda_arch(arch)).imports[0].inspect_source()
     assert f"(((int)blockIdx.x) * {delta.THREADS // lanes})" in source
     assert len(re.findall(r"= \*\((?:uint4|float4)\*\)\(d?O_ptr", source)) == 2 * loads
     # No store past the last row.

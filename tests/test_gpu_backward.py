@@ -14,7 +14,7 @@ from schedules.lowering.cuda_compile import cuda_compiler
 from scripts.kernels import build_gradients
 from te_defs import lengths, reference
 from te_defs.workload import Shape, Workload, make_arguments
-from tests.backward import Called, verdict
+from tests.backward import Called, delta_alone, verdict
 from tests.stand_in_kernel import on_cuda, variant
 
 pytestmark = pytest.mark.gpu
@@ -87,7 +87,7 @@ def test_thirty_runs_give_the_same_bits(gradients, family):
                          ids=lambda w: w.name)
 def test_delta(arch, toolkit, workload):
     with cuda_compiler(toolkit, (arch.name,)):
-        function = delta.build(workload, arch)[delta.NAME]
+        function = delta_alone(workload, arch)[delta.NAME]
     rng = np.random.default_rng(0)
     size, dtype = (2, 3001, 5, workload.value_dim), reference.numpy_dtype(workload)
     d_out, out = (rng.standard_normal(size, np.float32).astype(dtype) for _ in range(2))

@@ -5,7 +5,7 @@ from schedules.arch import cuda_arch
 from schedules.families import mma_backward
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from te_defs.workload import Workload
-from tests.backward import Scheduled, check_ragged, unbound
+from tests.backward import Scheduled, alone, check_ragged, unbound
 
 PLANS = {"dq": mma_backward.MmaBackwardPlan(q_tile=64, kv_tile=32, warps=2),
          "dk_dv": mma_backward.MmaBackwardPlan(q_tile=32, kv_tile=64, warps=2)}
@@ -23,7 +23,7 @@ def test_seeds_compile(toolkit, figures, role):
     workload, arch = Workload(128, 128, "float16", "causal"), cuda_arch("sm_80")
     plan = mma_backward.default_plan(role, workload, arch)
     with cuda_compiler(toolkit, (arch.name,), CudaOptions(**mma_backward.compiler_options(plan))) as log:
-        mma_backward.build(role, workload, plan, arch)
+        alone(mma_backward, role, workload, plan, arch)
     kernel = log.last
     assert not kernel.warnings
     figures(f"mma backward {role} {workload.name} {arch.name}",

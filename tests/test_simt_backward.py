@@ -13,7 +13,7 @@ from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.plan import PlanError
 from te_defs.flash_attention_backward import attention_delta
 from te_defs.workload import Shape, Workload, make_arguments
-from tests.backward import Plain, verdict
+from tests.backward import Plain, alone, verdict
 from tests.numbers import QUICK_LLVM
 
 #: Patches of 4 rows by 1 column, and of 2 rows by 2.
@@ -83,7 +83,7 @@ def test_seeds_compile(toolkit, figures, role, workload, arch):
     arch = cuda_arch(arch)
     plan = simt_backward.default_plan(role, workload, arch)
     with cuda_compiler(toolkit, (arch.name,), CudaOptions(**simt_backward.compiler_options(plan))) as log:
-        source = simt_backward.build(role, workload, plan, arch).imports[0].inspect_source()
+        source = alone(simt_backward, role, workload, plan, arch).imports[0].inspect_source()
     kernel = log.last
     assert f"__launch_bounds__({plan.thread_rows * plan.thread_columns})" in source
     assert not kernel.warnings

@@ -8,7 +8,7 @@ from schedules.families import wgmma_backward
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.plan import PlanError
 from te_defs.workload import Workload
-from tests.backward import Scheduled, check_ragged, unbound
+from tests.backward import Scheduled, alone, check_ragged, unbound
 
 ARCH = cuda_arch("sm_90a")
 PLANS = {"dq": wgmma_backward.WgmmaBackwardPlan(q_tile=64, kv_tile=32),
@@ -30,7 +30,7 @@ def test_turns_across_each_other_compile_without_serialisation(toolkit, role, ti
     """The products of one turn run beside the exponentials of the next: nvcc finds registers for all, but for numbers of the loader."""
     plan = wgmma_backward.WgmmaBackwardPlan(*tile, across=2)
     with cuda_compiler(toolkit, (ARCH.name,), CudaOptions(**wgmma_backward.compiler_options(plan))) as log:
-        wgmma_backward.build(role, Workload(128, 128, "float16", "full"), plan, ARCH)
+        alone(wgmma_backward, role, Workload(128, 128, "float16", "full"), plan, ARCH)
     assert log.last.warnings == () and log.last.most("spill_store_bytes") <= 32
 
 
@@ -40,7 +40,7 @@ def test_turns_across_each_other_compile_without_serialisation(toolkit, role, ti
 def test_seeds_compile_without_spills(toolkit, figures, role, workload):
     plan = wgmma_backward.default_plan(role, workload, ARCH)
     with cuda_compiler(toolkit, (ARCH.name,), CudaOptions(**wgmma_backward.compiler_options(plan))) as log:
-        module = wgmma_backward.build(role, workload, plan, ARCH)
+        module = alone(wgmma_backward, role, workload, plan, ARCH)
     kernel, source = log.last, module.imports[0].inspect_source()
     assert kernel.warnings == () and kernel.most("static_smem_bytes") == 0
     assert (kernel.most("stack_bytes"), kernel.most("spill_store_bytes"), kernel.most("spill_load_bytes")) == (0, 0, 0)

@@ -300,8 +300,3 @@ def declare(role, workload, plan):
 def schedule(role, workload, plan, stages=None, strided=False):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
     return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role], strided)
-
-
-def build(role, workload, plan, arch):
-    """A function compiled for a CPU, as a runtime module."""
-    return roles.build("main", schedule(role, workload, plan), arch, PIPELINE, CONFIG)

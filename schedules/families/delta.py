@@ -18,15 +18,12 @@ import tvm
 from tvm import s_tir
 
 from schedules import roles
-from schedules.families import cpu, simt
 from schedules.lowering.aligned_strides import ALIGNED_VIEWS
 from schedules.lowering.wide_offsets import WIDE_OFFSETS
 from schedules.stages import loops_of
 from te_defs.flash_attention_backward import attention_delta
 
 NAME = "delta"
-#: Whose pipeline builds it alone, by the kind of device; inside an artefact that of the other gradients does.
-PIPELINES = {"cuda": simt, "cpu": cpu}
 
 THREADS, WARP = 256, 32
 #: Bytes of a load, and how many of each tensor a lane makes where a row has enough.
@@ -96,9 +93,3 @@ def schedule(workload, arch, strided=False, through_lse=False):
     else:
         sum_by_vectors(sch, workload, arch)
     return sch
-
-
-def build(workload, arch):
-    """The function compiled, as a runtime module; for a GPU a compiler must be installed around the call (lowering.cuda_compile)."""
-    family = PIPELINES[arch.kind]
-    return roles.build(NAME, schedule(workload, arch), arch, family.PIPELINE, family.CONFIG)

@@ -330,8 +330,3 @@ STAGES = (place_buffers, lay_out_fragments, tile_products, stage_fragments, bind
 def schedule(role, workload, plan, stages=None, strided=False):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
     return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role], strided)
-
-
-def build(role, workload, plan, arch):
-    """A function compiled for a GPU, as a runtime module; a compiler must be installed around the call (lowering.cuda_compile)."""
-    return roles.build(role, schedule(role, workload, plan), arch, PIPELINE, CONFIG)

@@ -1,9 +1,10 @@
 """The kernels of a backward pass, from workload to runtime module: delta, and the functions that a family schedules."""
 from dataclasses import dataclass
+from functools import partial
 
 from schedules.build import compiled
 from schedules.families import cpu_backward, delta, dq_cast, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward
-from schedules.plan import Plan
+from schedules.plan import Plan, fitting
 from schedules.registry import NoSchedule
 
 #: By the order in which dQ is summed, in order of preference: the first family that does not decline is the default. In order, two runs
@@ -53,6 +54,12 @@ def default_plans(family, workload, arch):
     if adds(family):
         return family.default_plan(workload, arch)
     return Plans(*(family.default_plan(role, workload, arch) for role in ROLES))
+
+
+def fit(family, workload, plans, arch):
+    """Whether an architecture has room for plans."""
+    budgets = [(family.budget, plans)] if adds(family) else [(partial(family.budget, role), getattr(plans, role)) for role in ROLES]
+    return all(fitting([plan], budget, workload, arch) for budget, plan in budgets)
 
 
 def build(family, workload, plans, arch, place=1, strided=False):

@@ -24,7 +24,7 @@ from schedules.artefact.export import ExportError
 from schedules.tuning.log import LogError
 from scripts import cli, options, peers
 from scripts.contest import Contestant, TorchData, TvmData, contest, summary
-from scripts.kernels import answer, build_artefacts, cuda_toolkit, gradients_of
+from scripts.kernels import answer, answer_gradients, build_artefacts, cuda_toolkit
 from te_defs import reference
 from te_defs.workload import flops, standard_shape
 
@@ -57,7 +57,8 @@ def load_checked(name, workload, device, path, gradients=False):
             raise WrongKernel(f"the {name} plan of {workload.name} fails check case {case.name}: {complaint}: mend its schedule first")
     for case in cases if gradients else ():
         wanted = case.gradients
-        found = gradients_of(module["flash_attention_backward"], case, device)
+        inputs = wanted.dout, case.q, case.k, case.v, *case.rounded
+        found = answer_gradients(module["flash_attention_backward"], inputs, case.scale, case.arguments, device)
         complaint = reference.backward_mismatch(found, (wanted.dq, wanted.dk, wanted.dv), wanted.tolerances, case.lse)
         if complaint:
             raise WrongKernel(f"the gradients of {workload.name} fail check case {case.name}: {complaint}: mend their schedule first")

@@ -56,6 +56,19 @@ def cuda_toolkit(arch):
     return toolkit
 
 
+def compiler(arch, archs, options):
+    """(toolkit, context that compiles for an architecture, or for all of `archs`, and gives the log) with a family's options for it; None,
+    and a context that gives None, for a CPU."""
+    toolkit = cuda_toolkit(arch)
+    return toolkit, nullcontext() if toolkit is None else cuda_compiler(toolkit, archs or (arch.name,), CudaOptions(**options))
+
+
+def portable(arch, fits):
+    """Whether all later minors of an architecture have room for a kernel; fits tells that of a row."""
+    return all(fits(row) for row in CUDA_ARCHS.values()
+               if arch.kind == "cuda" and row.capability[0] == arch.capability[0] and not row.exact)
+
+
 def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1, serves=None):
     """Kernel of a plan, lowered for `arch`; with `archs`, device code of all these in one fatbin.
 
@@ -65,14 +78,11 @@ def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1,
     Raises ToolkitError where CUDA is wanted and nvcc is missing, CompileError where nvcc refuses the code.
     """
     serves = serves or Calls(strided=build.strided_of(family)[0])
-    toolkit, compiler = cuda_toolkit(arch), nullcontext()
-    if toolkit is not None:
-        compiler = cuda_compiler(toolkit, archs or (arch.name,), CudaOptions(**family.compiler_options(plan)))
-    with compiler as log:
+    toolkit, compiling = compiler(arch, archs, family.compiler_options(plan))
+    with compiling as log:
         module = build.build_plan(family, workload, plan, arch, place, serves.strided, serves.packed)
-    others = [row for row in CUDA_ARCHS.values() if arch.kind == "cuda" and row.capability[0] == arch.capability[0] and not row.exact]
-    portable = all(fitting([plan], family.budget, workload, row) for row in others)
-    return Kernel(variant_of(module, family, arch, plan, log.kernels if log else (), measured, serves, portable), toolkit)
+    runs_later = portable(arch, lambda row: fitting([plan], family.budget, workload, row))
+    return Kernel(variant_of(module, family, arch, plan, log.kernels if log else (), measured, serves, runs_later), toolkit)
 
 
 def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1):
@@ -102,15 +112,12 @@ def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, 
     """
     family = family or backward.taker(workload, arch, order)
     plans = plans or backward.default_plans(family, workload, arch)
-    kernels = []
+    runs_later, kernels = portable(arch, lambda row: backward.fit(family, workload, plans, row)), []
     for number, strided in enumerate(family.STRIDED, place):
-        toolkit, compiler = cuda_toolkit(arch), nullcontext()
-        if toolkit is not None:
-            options = CudaOptions(**family.compiler_options(getattr(plans, "dk_dv", plans)))
-            compiler = cuda_compiler(toolkit, archs or (arch.name,), options)
-        with compiler as log:
+        toolkit, compiling = compiler(arch, archs, family.compiler_options(getattr(plans, "dk_dv", plans)))
+        with compiling as log:
             module = backward.build(family, workload, plans, arch, number, strided)
-        variant = variant_of(module, family, arch, plans, log.kernels if log else (), serves=Calls(strided=strided))
+        variant = variant_of(module, family, arch, plans, log.kernels if log else (), serves=Calls(strided=strided), portable=runs_later)
         kernels.append(Kernel(replace(variant, adds=backward.adds(family)), toolkit))
     return kernels
 
@@ -167,13 +174,15 @@ def answer(forward, inputs, scale, arguments=(), device=None, storage="contiguou
     return found, lse.numpy()
 
 
-def gradients_of(backward, case, device=None):
-    """(dq, dk, dv) of one call of an exported function for a check case, as NumPy arrays; the outputs hold NaN before."""
-    q = case.q
-    inputs = case.gradients.dout, q, case.k, case.v, case.out.astype(q.dtype), case.lse.astype(np.float32)
-    outputs = [np.full(array.shape, np.nan, np.float32).astype(q.dtype) for array in inputs[1:4]]
+def answer_gradients(backward, inputs, scale, arguments=(), device=None):
+    """[dq, dk, dv] of one call of an exported function as NumPy arrays; the outputs hold NaN before.
+
+    inputs     dout, q, k, v, out and lse
+    arguments  what follows the scale
+    """
+    outputs = [np.full(array.shape, np.nan, np.float32).astype(array.dtype) for array in inputs[1:4]]
     tensors = [tvm.runtime.tensor(np.ascontiguousarray(array), device) for array in (*inputs, *outputs)]
-    backward(*tensors, case.scale, *on_device(case.arguments, device))
+    backward(*tensors, scale, *on_device(arguments, device))
     return [tensor.numpy() for tensor in tensors[6:]]
 
 

@@ -13,7 +13,7 @@ from schedules.arch import cpu_arch, cuda_arch
 from schedules.artefact.cases import check_cases
 from schedules.artefact.export import ExportError, export_artefact
 from schedules.artefact.manifest import describe
-from schedules.families import cpu_backward
+from schedules.families import cpu_backward, mma_backward
 from schedules.registry import NoSchedule
 from scripts.kernels import build_gradients
 from te_defs import reference
@@ -79,7 +79,7 @@ class TestNumbers:
     def test_the_check_cases_carry_right_gradients(self, module):
         for case in check_cases(WORKLOAD, gradients=True):
             wanted = case.gradients
-            given = wanted.dout, case.q, case.k, case.v, case.out.astype(case.q.dtype), case.lse.astype(np.float32)
+            given = wanted.dout, case.q, case.k, case.v, *case.rounded
             found = Called(module, WORKLOAD)(*map(np.ascontiguousarray, given), case.scale)
             answers = wanted.dq, wanted.dk, wanted.dv
             assert reference.backward_mismatch(found, answers, wanted.tolerances, case.lse) is None, case.name
@@ -243,3 +243,10 @@ class TestExport:
         told = r"gradients of .*wgmma_backward: sm_75 has no wgmma.*; simt_backward: .*bfloat16.*; cpu_backward: sm_75 is no CPU"
         with pytest.raises(NoSchedule, match=told):
             backward.taker(replace(WORKLOAD, dtype="bfloat16"), cuda_arch("sm_75"))
+
+    def test_an_architecture_must_have_room_for_both_plans(self):
+        workload, arch, smaller = Workload(128, 128, "float16"), cuda_arch("sm_80"), cuda_arch("sm_86")
+        plans = backward.default_plans(mma_backward, workload, arch)
+        large = replace(plans, dq=plans.dq.but(q_tile=128, warps=8))
+        assert backward.fit(mma_backward, workload, plans, smaller)
+        assert backward.fit(mma_backward, workload, large, arch) and not backward.fit(mma_backward, workload, large, smaller)

@@ -64,6 +64,11 @@ class CheckCase:
     lengths: tuple = ()
     gradients: "Gradients | None" = None
 
+    @property
+    def rounded(self):
+        """out in the workload's type and lse in float32, as a call for gradients gets them."""
+        return self.out.astype(self.q.dtype), self.lse.astype(np.float32)
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -102,8 +107,7 @@ def gradients_of(workload, case, seed):
     """Gradients of a case for random dout, from its own out and lse, rounded as a kernel gets them."""
     dout = np.random.default_rng(seed).standard_normal(case.out.shape, np.float32).astype(case.q.dtype)
     given = dout, case.q, case.k, case.v
-    answers = reference.backward(workload, *given, case.out.astype(case.q.dtype), case.lse.astype(np.float32), case.scale, case.arguments,
-                                 case.lengths)
+    answers = reference.backward(workload, *given, *case.rounded, case.scale, case.arguments, case.lengths)
     return Gradients(dout, *answers, reference.backward_tolerances(workload, *given, answers, case.scale, case.arguments, case.lengths))
 
 

@@ -87,6 +87,38 @@ def _descriptor(address, line_bytes, leading_bytes):
     return layout | T.uint64(fixed) | T.cast(T.shift_right(T.bitwise_and(address, 0x3FFFF), 4), "uint64")
 
 
+def _rows(name, tile, ring, line_bytes, leading_bytes, group_bytes=0):
+    """Descriptor of this turn's copy of a shared tile, under a name; from this warpgroup's rows on where it has some of its own, so many
+    bytes a warp."""
+    address = _address(T.address_of(tile[0, 0, 0]))
+    address = address - events.group_bytes(group_bytes) if group_bytes else address
+    return T.bind(_descriptor(address + events.slot_bytes(ring), line_bytes, leading_bytes), var=tirx.Var(name, "uint64"))
+
+
+def _but_the_first(step):
+    """Whether a step adds, of a chain that starts from zero."""
+    return tirx.NE(step, tirx.const(0, "int32"))
+
+
+def _issue(X, lane, dtype, columns, steps, operands, flags, adds=lambda step: True):
+    """Statements that issue a chain of wgmma on an accumulator of so many columns.
+
+    operands  function without arguments that declares descriptors, and returns that of a step -> A and B as the instruction takes them
+    flags     what follows the flag that says whether a step adds to X, which is adds(step)
+    """
+    registers, kind = columns // 2, PTX_DTYPE[dtype]
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
+    with T.unroll(registers) as register:
+        IRBuilder.name("register", register)
+        _keep(X[lane, register])
+    T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+    of_step = operands()
+    with T.unroll(steps) as step:
+        IRBuilder.name("step", step)
+        T.evaluate(T.ptx[instruction](*[X[lane, register] for register in range(registers)], *of_step(step), adds(step), *flags))
+    T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+
+
 def wgmma_scores(dtype, rows, columns, channels, own, other, transposed=False, in_turn=False, announced=()):
     """Description and implementation of S += A B^T on a warp's 16 rows of A, all rows of B and all channels; issues the product, does not
     wait for it, but for B.
@@ -96,14 +128,19 @@ def wgmma_scores(dtype, rows, columns, channels, own, other, transposed=False, i
     in_turn        whether warpgroups take turns at issuing it
     announced      calls that say that it has been issued
     """
-    chunk, registers, kind = chunk_of(channels), columns // 2, PTX_DTYPE[dtype]
-    chunks, line = chunks_of(channels), chunk * ELEMENT_BYTES
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
-    steps = chunk // STEP  # of one line
+    chunk, chunks, registers = chunk_of(channels), chunks_of(channels), columns // 2
+    line, steps = chunk * ELEMENT_BYTES, chunk // STEP  # bytes and steps of one line
     m, n = (columns, WARP_ROWS) if transposed else (WARP_ROWS, columns)
 
     def place(i, j):
         return accumulator_place(j, i) if transposed else accumulator_place(i, j)
+
+    def issue(S, A, B, lane):
+        def operands():
+            q_rows, k_rows = _rows("q_rows", A, own, line, STEP, WARP_ROWS * line), _rows("k_rows", B, other, line, STEP)
+            return lambda step: [tile + T.cast(step // steps * (size * line >> 4) + step % steps * 2, "uint64")
+                                 for tile, size in ((q_rows, rows), (k_rows, columns))]
+        _issue(S, lane, dtype, columns, channels // STEP, operands, (1, 1, 0, 0), adds=_but_the_first)
 
     @T.prim_func(s_tir=True)
     def meaning(q: T.handle, k: T.handle, s: T.handle) -> None:
@@ -133,19 +170,7 @@ def wgmma_scores(dtype, rows, columns, channels, own, other, transposed=False, i
                 T.evaluate(events.wait_full(other))
                 if in_turn:
                     T.evaluate(events.take_turn())
-                for register in T.unroll(registers):
-                    _keep(S[lane, register])
-                T.evaluate(T.ptx.wgmma.fence.sync.aligned())
-                q_rows: T.let[T.uint64] = _descriptor(
-                    _address(T.address_of(A[0, 0, 0])) - events.group_bytes(WARP_ROWS * line) + events.slot_bytes(own), line, STEP)
-                k_rows: T.let[T.uint64] = _descriptor(_address(T.address_of(B[0, 0, 0])) + events.slot_bytes(other), line, STEP)
-                for step in T.unroll(channels // STEP):
-                    T.evaluate(T.ptx[instruction](
-                        *[S[lane, register] for register in range(registers)],
-                        q_rows + T.cast(step // steps * (rows * line >> 4) + step % steps * 2, "uint64"),
-                        k_rows + T.cast(step // steps * (columns * line >> 4) + step % steps * 2, "uint64"),
-                        step != 0, 1, 1, 0, 0))
-                T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+                issue(S, A, B, lane)
                 _evaluate(announced)
 
     return meaning, spelling
@@ -154,20 +179,12 @@ def wgmma_scores(dtype, rows, columns, channels, own, other, transposed=False, i
 def _issue_sum(O, P, V, lane, ring, dtype, terms, channels):
     """Statements that issue O += P V, P from registers and V, whose channels lie side by side, from shared memory."""
     line = chunk_of(channels) * ELEMENT_BYTES
-    kind, registers = PTX_DTYPE[dtype], channels // 2
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{channels}k16.f32.{kind}.{kind}"
-    with T.unroll(registers) as register:
-        IRBuilder.name("register", register)
-        _keep(O[lane, register])
-    T.evaluate(T.ptx.wgmma.fence.sync.aligned())
-    v_rows = T.bind(_descriptor(_address(T.address_of(V[0, 0, 0])) + events.slot_bytes(ring), line, terms * line),
-                    var=tirx.Var("v_rows", "uint64"))
-    with T.unroll(terms // STEP) as step:
-        IRBuilder.name("step", step)
-        T.evaluate(T.ptx[instruction](
-            *[O[lane, register] for register in range(registers)], *[_pair(P, lane, step * 8 + 2 * pair) for pair in range(4)],
-            v_rows + T.cast(step * (STEP * line >> 4), "uint64"), True, 1, 1, 1))
-    T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+
+    def operands():
+        v_rows = _rows("v_rows", V, ring, line, terms * line)
+        return lambda step: [*(_pair(P, lane, step * 8 + 2 * pair) for pair in range(4)),
+                             v_rows + T.cast(step * (STEP * line >> 4), "uint64")]
+    _issue(O, lane, dtype, channels, terms // STEP, operands, (1, 1, 1))
 
 
 def wgmma_pv(dtype, kv_tile, value_dim):

@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
 from schedules.intrinsics.wgmma import (
-    ELEMENT_BYTES, PTX_DTYPE, STEP, WARP_ROWS, _address, _descriptor, _evaluate, _keep, _pair, _registers, accumulator_place)
+    ELEMENT_BYTES, STEP, WARP_ROWS, _address, _but_the_first, _evaluate, _issue, _pair, _registers, _rows, accumulator_place)
 
 #: Columns of a chunk: a swizzled line of 128 bytes.
 CHUNK = 64
@@ -77,8 +77,14 @@ def product_of_tiles(dtype, terms, columns, chunk, other, announced=()):
     chunk      columns of a line of B
     announced  calls that say that it has been issued
     """
-    chunks, within, registers, kind = max(columns // chunk, 1), min(columns, chunk), columns // 2, PTX_DTYPE[dtype]
-    line, instruction = chunk * ELEMENT_BYTES, f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
+    chunks, within, registers, line = max(columns // chunk, 1), min(columns, chunk), columns // 2, chunk * ELEMENT_BYTES
+
+    def issue(X, A, B, lane):
+        def operands():
+            a_rows = _rows("a_rows", A, events.DS, LINE, terms * LINE, WARP_ROWS * ELEMENT_BYTES)
+            b_rows = _rows("b_rows", B, other, line, terms * line)
+            return lambda step: [rows + T.cast(step * (STEP * size >> 4), "uint64") for rows, size in ((a_rows, LINE), (b_rows, line))]
+        _issue(X, lane, dtype, columns, terms // STEP, operands, (1, 1, 1, 1), adds=_but_the_first)
 
     @T.prim_func(s_tir=True)
     def meaning(a: T.handle, b: T.handle, x: T.handle) -> None:
@@ -104,19 +110,7 @@ def product_of_tiles(dtype, terms, columns, chunk, other, announced=()):
             T.reads(X[0:LANES, 0:registers], A[0:1, 0:terms, 0:WARP_ROWS], B[0:chunks, 0:terms, 0:within])
             T.writes(X[0:LANES, 0:registers])
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
-                for register in T.unroll(registers):
-                    _keep(X[lane, register])
-                T.evaluate(T.ptx.wgmma.fence.sync.aligned())
-                a_rows: T.let[T.uint64] = _descriptor(
-                    _address(T.address_of(A[0, 0, 0])) - events.group_bytes(WARP_ROWS * ELEMENT_BYTES) + events.slot_bytes(events.DS),
-                    LINE, terms * LINE)
-                b_rows: T.let[T.uint64] = _descriptor(_address(T.address_of(B[0, 0, 0])) + events.slot_bytes(other), line, terms * line)
-                for step in T.unroll(terms // STEP):
-                    T.evaluate(T.ptx[instruction](
-                        *[X[lane, register] for register in range(registers)],
-                        a_rows + T.cast(step * (STEP * LINE >> 4), "uint64"), b_rows + T.cast(step * (STEP * line >> 4), "uint64"),
-                        step != 0, 1, 1, 1, 1))
-                T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+                issue(X, A, B, lane)
                 _evaluate(announced)
 
     return meaning, spelling
@@ -128,8 +122,15 @@ def sum_of_handed(dtype, rows, terms, columns, chunk, other, announced=()):
 
     rows   of the matrix that was handed over, of which a warpgroup takes its own 64; terms: its columns, and the rows of B
     """
-    chunks, registers, kind = columns // chunk, columns // 2, PTX_DTYPE[dtype]
-    line, instruction = chunk * ELEMENT_BYTES, f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
+    chunks, registers, line = columns // chunk, columns // 2, chunk * ELEMENT_BYTES
+
+    def issue(X, A, B, lane):
+        def operands():
+            a_rows = _rows("a_rows", A, events.DS, LINE, STEP, WARP_ROWS * LINE)
+            b_rows = _rows("b_rows", B, other, line, terms * line)
+            return lambda step: [a_rows + T.cast(step // 4 * (rows * LINE >> 4) + step % 4 * 2, "uint64"),
+                                 b_rows + T.cast(step * (STEP * line >> 4), "uint64")]
+        _issue(X, lane, dtype, columns, terms // STEP, operands, (1, 1, 0, 1))
 
     @T.prim_func(s_tir=True)
     def meaning(x: T.handle, old: T.handle, a: T.handle, b: T.handle) -> None:
@@ -161,18 +162,7 @@ def sum_of_handed(dtype, rows, terms, columns, chunk, other, announced=()):
                     B[0:chunks, 0:terms, 0:chunk])
             T.writes(X[0:LANES, 0:registers])
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
-                for register in T.unroll(registers):
-                    _keep(X[lane, register])
-                T.evaluate(T.ptx.wgmma.fence.sync.aligned())
-                a_rows: T.let[T.uint64] = _descriptor(
-                    _address(T.address_of(A[0, 0, 0])) - events.group_bytes(WARP_ROWS * LINE) + events.slot_bytes(events.DS), LINE, STEP)
-                b_rows: T.let[T.uint64] = _descriptor(_address(T.address_of(B[0, 0, 0])) + events.slot_bytes(other), line, terms * line)
-                for step in T.unroll(terms // STEP):
-                    T.evaluate(T.ptx[instruction](
-                        *[X[lane, register] for register in range(registers)],
-                        a_rows + T.cast(step // 4 * (rows * LINE >> 4) + step % 4 * 2, "uint64"),
-                        b_rows + T.cast(step * (STEP * line >> 4), "uint64"), True, 1, 1, 0, 1))
-                T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+                issue(X, A, B, lane)
                 _evaluate(announced)
 
     return meaning, spelling

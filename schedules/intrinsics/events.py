@@ -28,6 +28,11 @@ def release(ring, tile=None):
     return T.call_extern("int32", PREFIX + "release", ring, key_tile() if tile is None else tile)
 
 
+def release_before():
+    """This warpgroup's part of what was written in the place of the queries, those of the work tile before, has been read from there."""
+    return T.call_extern("int32", PREFIX + "release_before")
+
+
 def slot_bytes(ring):
     """Offset in bytes of this turn's copy of the tile."""
     return T.call_extern("int32", PREFIX + "slot_bytes", ring, key_tile())

@@ -17,7 +17,7 @@ from tvm.script import tirx as T
 from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
 from schedules.intrinsics.wgmma import GROUP_WARPS
-from schedules.lowering import bulk_loads, order_of_work, rewrite, row_statistics, work_tiles
+from schedules.lowering import bulk_loads, bulk_stores, order_of_work, rewrite, row_statistics, work_tiles
 from schedules.lowering.rewrite import FULL_WARP, function_pass, once, substitute
 from schedules.lowering.rings import Rings
 from te_defs.lengths import FIRST_ROW, Part
@@ -86,7 +86,8 @@ def split_roles(func):
         maps = (bulk_loads.encode_tensor_map(roles.maps[ring], call, stand_in=stays) for ring, call in roles.loads.items())
         entries = (tirx.Bind(roles.entry_rows[ring], bulk_loads.rows_of_entry(call)) for ring, call in roles.loads.items()
                    if bulk_loads.in_sequence(call))
-        return _sequence([*maps, *entries, kernel])
+        output = roles.output and [bulk_loads.encode_tensor_map(roles.output.map, roles.output.described(), stand_in=stays, apart=True)]
+        return _sequence([*maps, *entries, *(output or []), kernel])
 
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, launch)))
 
@@ -154,6 +155,10 @@ class _Roles:
         self.rings = Rings(program, self.stages, self.query_stages)
         self.loads, self.stays = self.rings.loads, self.rings.stays
         self.peeled = any(isinstance(call.args[-1], tirx.IntImm) for call in work_tiles.events_in(program, "wait_full"))
+        work = work_tiles.flat(self.waves.body.then_case) if self.waves is not None else program
+        tensors = [param for param in func.params if hasattr(param, "data")]
+        # Where the queries have one place only, the next ones would wait for it.
+        self.output = bulk_stores.output_of(work, self.loads[events.Q], tensors) if self.waves is None or self.query_stages > 1 else None
         self.maps = {ring: tirx.Var(f"{events.RINGS[ring]}_map", bulk_loads.tensor_map_type()) for ring in self.loads}
         self.entry_rows = {ring: tirx.Var(f"{events.RINGS[ring]}_entry_rows", "int32") for ring in self.loads}
 
@@ -192,17 +197,16 @@ class _Roles:
         """One role's program over all work tiles of the block."""
         loads = role == LOADER
         if self.waves is None:
-            return self.cut(_sequence(self.program), role, _number(0), _number(0))
+            return _sequence([self.cut(_sequence(self.program), role, _number(0), _number(0)), *self.written(role)])
         # Rings run on from one work tile to the next: the queries' by waves, those of keys and values by the key tiles before this one.
         counts = tirx.decl_buffer((1,), "int32", "counts", scope="local")
         keys, loop, guard = tirx.BufferLoad(counts, [_number(0)]), self.waves, self.waves.body
         wave, blocks = loop.loop_var, int(self.grid.value)
-        work = work_tiles.flat(guard.then_case if isinstance(guard, tirx.IfThenElse) else guard)
+        work = work_tiles.flat(guard.then_case)
         last_key_tile = work_tiles.events_in(work, "wait_full")[-1].args[-1]
-        work = work_tiles.release_queries(work_tiles.keys_first(work))
+        work = work_tiles.release_queries(work_tiles.keys_first(work), early=self.output is None)
         body = _sequence([self.cut(_sequence(work), role, keys, wave), tirx.BufferStore(counts, keys + last_key_tile + 1, [_number(0)])])
-        if isinstance(guard, tirx.IfThenElse):
-            body = tirx.IfThenElse(guard.condition, body, _sequence(self.no_work(wave)) if loads and self.shared_decode else None)
+        body = tirx.IfThenElse(guard.condition, body, _sequence(self.no_work(wave)) if loads and self.shared_decode else None)
         if self.shared_decode and not loads:
             body = _sequence([*self.take_work(wave), body])
         rows, heads, batch, box_rows = self.loads[events.Q].args[4:8]
@@ -212,7 +216,16 @@ class _Roles:
         body = _sequence([tirx.Bind(number, once(dealt)),
                           substitute(body, {self.grid.node.var: number - wave * blocks})])
         return _sequence([tirx.AllocBuffer(counts), tirx.BufferStore(counts, _number(0), [_number(0)]),
-                          tirx.For(wave, loop.min, loop.extent, loop.kind, body, None, {"disable_unroll": True}, loop.step)])
+                          tirx.For(wave, loop.min, loop.extent, loop.kind, body, None, {"disable_unroll": True}, loop.step),
+                          *self.written(role)])
+
+    def written(self, role):
+        """Statements at the end of a role's program: shared memory must be there until O has been read."""
+        return [tirx.IfThenElse(self.speaks(), bulk_stores.wait(), None)] if self.output and role == CONSUMER else []
+
+    def speaks(self):
+        """Whether this is the thread that speaks for its consumer warpgroup."""
+        return tirx.And(tirx.EQ(self.warp % GROUP_WARPS, _number(0)), tirx.EQ(self.lane, _number(0)))
 
     def take_work(self, wave):
         """Statements by which a consumer learns what its work tile is: the divisions that tell are the loader's, which has the time."""
@@ -237,6 +250,8 @@ class _Roles:
         done   key tiles of the work tiles before
         tiles  work tiles before, or the wave
         """
+        if self.output and stmt.same_as(self.output.stmt):
+            return self.write_output(tiles) if role == CONSUMER else None
         if isinstance(stmt, tirx.SeqStmt):
             parts = [part for part in (self.cut(part, role, done, tiles) for part in stmt.seq) if part is not None]
             return _sequence(parts) if parts else None
@@ -262,6 +277,13 @@ class _Roles:
         if role != {"bulk_load": LOADER, "tell": TELLER}.get(name, CONSUMER):
             return None
         return self.expand(stmt, name, done, tiles)
+
+    def write_output(self, tiles):
+        """Statement by which a consumer writes O, in the place of its queries."""
+        first = tirx.address_of(tirx.BufferLoad(self.rings.shared, [_number(self.rings.offset(events.Q))]))
+        copy, _phase = self.rings.turn(events.Q, _number(0), tiles, _number(0))
+        slot = tirx.Cast("int32", T.cuda.cvta_generic_to_shared(first)) + copy * self.rings.tile_bytes[events.Q]
+        return _sequence(self.output.statements(slot, self.warp, self.lane, self.speaks(), self.groups + 2))
 
     def expand(self, stmt, name, done, tiles):
         """A statement with events as barriers."""
@@ -308,12 +330,18 @@ class _Roles:
 
     def release(self, done, tiles, ring, key_tile):
         copy, _phase = self.rings.turn(int(ring), done, tiles, key_tile)
-        return [self.arrive(ring, copy, tirx.And(tirx.EQ(self.warp % GROUP_WARPS, _number(0)), tirx.EQ(self.lane, _number(0))))]
+        return [self.arrive(ring, copy, self.speaks())]
+
+    def release_before(self, done, tiles):
+        """The queries of the work tile before this one, in whose place O was written, are released."""
+        copy, _phase = self.rings.turn(events.Q, done, tiles - 1, _number(0))
+        freed = _sequence([bulk_stores.wait(), self.arrive(events.Q, copy, None)])
+        return [tirx.IfThenElse(tirx.And(self.speaks(), tiles > 0), freed, None)]
 
     def arrive(self, ring, copy, condition):
-        """Statement by which the thread that a condition chooses says that a copy may be overwritten, as far as it is concerned."""
-        arrive = T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(int(ring), copy, 1), _number(1, "uint32"))
-        return tirx.IfThenElse(condition, _evaluate(arrive), None)
+        """Statement by which the thread that a condition chooses, if any, says that a copy may be overwritten as far as it is concerned."""
+        arrive = _evaluate(T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(int(ring), copy, 1), _number(1, "uint32")))
+        return arrive if condition is None else tirx.IfThenElse(condition, arrive, None)
 
     def slot_bytes(self, done, tiles, ring, key_tile):
         return self.rings.turn(int(ring), done, tiles, key_tile)[0] * self.rings.tile_bytes[int(ring)]

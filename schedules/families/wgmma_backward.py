@@ -58,30 +58,39 @@ class WgmmaBackwardPlan(Plan):
     loader_registers  registers per thread that the loader warpgroup keeps, a multiple of 8; the consumers share the rest
     across            0: one turn behind the other; else the second part of a turn runs beside the first of the next (backward_turns).
                       2: no wait that stands behind the exponentials is moved up; 3: this, and dQ is awaited in front of them
+    single            1: the tile that comes by for dP alone, V or dO, has one copy
     """
 
     stages: int = 2
     loader_registers: int = 24
     across: int = 0
+    single: int = 0
 
 
-#: The third is one that wgmma_fused_backward schedules, by the stages here and its own.
-ROLES = {**backward_roles.ROLES, "fused": backward_roles.FUSED}
+#: The last is one that wgmma_fused_backward schedules, by the stages here and its own.
+ROLES = {**backward_roles.ROLES, **backward_roles.APART, "fused": backward_roles.FUSED}
 #: Of these, the ones whose second half of a turn runs beside the first of the next.
 ACROSS_ROLES = {**ROLES, "fused": backward_roles.FUSED_HANDED}
 #: What the roles of warps are told of a grid that is not persistent.
 ROLE_KNOBS = {"query_stages": 1, "ping_pong": 0, "order_of_work": 0, "shared_decode": 0}
-STATISTICS = ("LSE_load", "delta_load")
+#: Most channels at which the sums of dK and dV fit in registers together.
+TOGETHER = 128
+#: Products that bring the tiles that come by: both operands are in shared memory.
+PRODUCTS_OF_TILES = ("S", "dP")
 #: Copies of products, as cache_read names them, with the block that reads the product first: later the places to wait for them.
 READY = {"S_warp": ("P", "S"), "dP_warp": ("dS", "dP")}
 
-#: (q_tile, kv_tile, stages, loader_registers) for each role, by most channels. One of the loader's warps has indices of two loops in
-#: registers for dK and dV; up to 40 cost two consumer warpgroups no more than 32 do.
-TILES = {"dq": {64: (128, 128, 2, 24), 128: (128, 128, 2, 24)}, "dk_dv": {64: (96, 128, 2, 40), 128: (64, 128, 2, 40)}}
+#: (q_tile, kv_tile, stages, loader_registers, across, single) for each role, by most channels. One of the loader's warps has indices of two
+#: loops in registers for dK and dV; up to 40 cost two consumer warpgroups no more than 32 do.
+TILES = {"dq": {64: (128, 128, 2, 24), 128: (128, 128, 2, 24), 192: (128, 96, 2, 24, 0, 1), 256: (128, 64, 2, 24, 0, 1)},
+         "dk_dv": {64: (96, 128, 2, 40), 128: (64, 128, 2, 40)},
+         "dk": {192: (96, 128, 2, 40, 0, 1), 256: (64, 128, 2, 40, 0, 1)}, "dv": {192: (96, 128, 2, 40), 256: (64, 128, 2, 40)}}
 #: The same, and `across`, for dQ of 128 channels where all rows see all keys: 6 % faster.
 EVEN_TILE = (128, 96, 3, 24, 2)
 #: The same where scores are modified, whose slope needs S as long as dS does, and for dQ where tiles have masks at both ends.
-SMALLER_TILES = {"dq": {64: (128, 80, 2, 40), 128: (128, 80, 2, 40)}, "dk_dv": {64: (64, 128, 2, 40), 128: (32, 128, 3, 40)}}
+SMALLER_TILES = {"dq": {64: (128, 80, 2, 40), 128: (128, 80, 2, 40), 192: (128, 64, 2, 40), 256: (128, 48, 2, 40)},
+                 "dk_dv": {64: (64, 128, 2, 40), 128: (32, 128, 3, 40)},
+                 "dk": {192: (64, 128, 2, 40), 256: (32, 128, 3, 40)}, "dv": {192: (64, 128, 2, 40), 256: (64, 128, 2, 40)}}
 
 
 def decline(workload, arch):
@@ -93,6 +102,11 @@ def decline(workload, arch):
     if any(size % wgmma_plan.LEAST_DIM or size > most for size in (workload.head_dim, workload.value_dim)):
         return f"head dimensions must be multiples of {wgmma_plan.LEAST_DIM} up to {most}, not {workload.head_dim} and {workload.value_dim}"
     return None
+
+
+def apart(workload):
+    """Whether dK and dV take a function each."""
+    return max(workload.head_dim, workload.value_dim) > TOGETHER
 
 
 def default_plan(role, workload, arch):
@@ -107,22 +121,26 @@ def default_plan(role, workload, arch):
 
 def budget(role, workload, arch, plan, more_bytes=0):
     """Divisibility, shared memory and registers of a plan, with so many bytes more; PlanError with the budget where it does not fit."""
-    stays, streams = ROLES[role].tiles(plan)
-    d, dv, groups = workload.head_dim, workload.value_dim, stays // intrinsics.GROUP_ROWS
+    it, channels = ROLES[role], channels_of(workload.head_dim, workload.value_dim)
+    (stays, streams), groups = it.tiles(plan), it.tiles(plan)[0] // intrinsics.GROUP_ROWS
     require(stays in (64, 128, 192), "the tile that stays must be 64 rows for each of one to three consumer warpgroups", stays,
             "choose 64, 128 or 192")
     require(streams % 16 == 0 and 16 <= streams <= 256, "the tile that comes by must be a multiple of 16 up to 256", streams, "round it")
     require(plan.q_tile % row_statistics.ROWS == 0, f"q_tile must be a multiple of {row_statistics.ROWS}", plan.q_tile, "round it")
     require(1 <= plan.stages <= 16, "stages must be from 1 to 16", plan.stages, "correct it")
-    copies = 1 if role == "dq" else plan.stages
-    shared = (2 * (stays + plan.stages * streams) * (d + dv) + 2 * row_statistics.NUMBER_BYTES * copies * plan.q_tile
-              + rings.bookkeeping_bytes(plan.stages, 1, stays=2) + more_bytes)
-    casts = streams // 4 * (role != "dq") + streams // 4
+    require(plan.single in (0, 1), "single must be 0 or 1", plan.single, "correct it")
+    single = single_ring(role, plan)
+    rows = {load: stays for load in it.stays} | {load: streams * (1 if ring_of(load) == single else plan.stages) for load in it.streams}
+    numbers = len(it.statistics) * plan.q_tile * (1 if it.rows == "i" else plan.stages)
+    shared = (intrinsics.ELEMENT_BYTES * sum(count * channels[load.split("_")[0]] for load, count in rows.items())
+              + row_statistics.NUMBER_BYTES * numbers + rings.bookkeeping_bytes(plan.stages, 1, len(it.stays)) + more_bytes)
+    sums = sum(channels[out[1:]] for _, _, out in it.sums) // 2
+    scores = streams // 2 * sum(product.block in PRODUCTS_OF_TILES for product in it.products)
+    casts = streams // 4 * sum(block.endswith("_cast") for block in it.scores)
     return Budget((
         ("threads", warp_roles.GROUP * (groups + 1), arch.threads_per_block, "of a block"),
         ("shared memory", shared, arch.smem_bytes, "bytes"),
-        ("registers, about", (d if role == "dq" else d + dv) // 2 + streams + casts,
-         warp_roles.consumer_registers(groups, plan.loader_registers), "per consumer"),
+        ("registers, about", sums + scores + casts, warp_roles.consumer_registers(groups, plan.loader_registers), "per consumer"),
     )).check(plan, arch)
 
 
@@ -151,18 +169,34 @@ def ring_of(tile):
     return events.RINGS.index(tile.split("_")[0])
 
 
+def channels_of(d, dv):
+    """Channels of the tensors by their names, and so of their tiles and gradients."""
+    return {"Q": d, "K": d, "dO": dv, "V": dv}
+
+
+def single_ring(role, plan):
+    """The ring of which there is one copy, that of the tile that comes by for dP alone; None where there is no such."""
+    return turn_of(role, plan).releases["dP_warp"][0] if plan.single else None
+
+
+def ready_of(role):
+    """Of READY what a Role has."""
+    return {copy: pair for copy, pair in READY.items() if pair[0] in role.scores}
+
+
 def intrinsics_of(role, dtype, plan, d, dv):
     """(name, description, implementation) of what a function needs at a plan, by the block that it replaces."""
     stays, streams = role_of(role, plan).tiles(plan)
-    channels = {"Q_tile": d, "K_tile": d, "dO_tile": dv, "V_tile": dv}
-    made = {}
-    for product in role_of(role, plan).products:
-        size = channels[product.second]
+    channels, made, products = channels_of(d, dv), {}, role_of(role, plan).products
+    awaited = {product.second for product in products if product.block in PRODUCTS_OF_TILES}
+    for product in products:
+        size = channels[product.second.split("_")[0]]
         if product.first == HANDED:
             made[product.block] = wgmma_exchange.sum_of_handed(dtype, stays, streams, size, intrinsics.chunk_of(size),
                                                                ring_of(product.second), [events.issued(product.block)])
         elif product.first is None:
-            made[product.block] = intrinsics.wgmma_sum(dtype, streams, size, ring_of(product.second), [events.issued(product.block)])
+            made[product.block] = intrinsics.wgmma_sum(dtype, streams, size, ring_of(product.second), [events.issued(product.block)],
+                                                       arrives=product.second not in awaited)
         else:
             made[product.block] = intrinsics.wgmma_scores(
                 dtype, stays, streams, size, ring_of(product.first), ring_of(product.second), product.transposed,
@@ -196,9 +230,9 @@ def layout_of(role, block):
 def place_buffers(sch, plan, role):
     """Tiles and statistics go to shared memory; everything between the products stays in registers. A copy of S and one of dP, later the
     places to wait for them, go between these products and what is done with them."""
-    for first, product in READY.values():
+    for first, product in ready_of(role).values():
         sch.cache_read(first, read_index(sch, sch.get_sblock(first), product), "warp")
-    for block in (*role.stays, *role.streams, *STATISTICS):
+    for block in (*role.stays, *role.streams, *role.statistics):
         sch.set_scope(block, 0, "shared.dyn")
     for block in role.written:
         sch.set_scope(block, 0, "warp")
@@ -206,7 +240,7 @@ def place_buffers(sch, plan, role):
 
 def lay_out_accumulators(sch, plan, role):
     """Lay all matrices out as wgmma accumulators: [16-row step, lane, register]."""
-    for block in (*role.written, *READY):
+    for block in (*role.written, *ready_of(role)):
         sch.transform_layout(block, ("write", 0), layout_of(role, block))
 
 
@@ -237,7 +271,7 @@ def bind_grid(sch, plan, role):
 
 def tell_statistics(sch, plan, role):
     """LSE and delta come with the queries, by the lanes of one warp of the loader."""
-    for block in STATISTICS:
+    for block in role.statistics:
         _turn, lane = sch.split(loops_of(sch, block)[-1], factors=[None, LANES])
         sch.bind(lane, "threadIdx.x")
         sch.annotate(sch.get_sblock(block), row_statistics.TELL, "Q")
@@ -292,7 +326,7 @@ def order_turn(sch, plan, role):
     """Put what a turn does in its order, and ask for the warps' roles."""
     name = name_of(role)
     statements = list(role.statements)
-    for copy, (first, _) in READY.items():
+    for copy, (first, _) in ready_of(role).items():
         statements.insert(statements.index(first), copy)
     loop = loops_of(sch, role.turn)[-1]
     for key, value in zip(("stage", "order"), turn_of(name, plan).lists(statements)):
@@ -300,6 +334,8 @@ def order_turn(sch, plan, role):
     attn = sch.get_sblock("attn")
     for knob in warp_roles.KNOBS:
         sch.annotate(attn, f"{warp_roles.PREFIX}{knob}", ROLE_KNOBS[knob] if knob in ROLE_KNOBS else getattr(plan, knob))
+    if plan.single:
+        sch.annotate(attn, f"{warp_roles.PREFIX}{warp_roles.SINGLE}", single_ring(name, plan))
 
 
 STAGES = (place_buffers, lay_out_accumulators, lay_out_boxes, tile_products, bind_grid, tell_statistics, bind_accumulators, bind_products,

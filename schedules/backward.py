@@ -53,7 +53,7 @@ def adds(family):
 
 def function_names(any_order, place=1, apart=False):
     """Symbols of the functions in this place of an artefact: for delta, without and with a gradient of the LSE, for dK and dV, and for dQ;
-    in any order for dK, dV and sums of dQ, for dQ from these, and for the zeros that they start from. Of gradients that are `apart`: for dK,
+    in any order for dK, dV and sums of dQ, for dQ from these, and for the zeros that they start from. Of gradients that are `apart` for dK,
     for dQ, none for zeros, and for dV."""
     kinds = ("fused", "dq_cast", "dq_zeros") if any_order else ("dk", "dq", None, "dv") if apart else Plans.roles()
     suffix = "" if place == 1 else f"_variant{place}"

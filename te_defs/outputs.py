@@ -23,7 +23,8 @@ def only(func, *outputs):
         inner = _inside(block)
         if not inner:
             return block
-        reads = [region for region in block.reads if region.source.name in _names(*(it.reads for it in inner)) or region.source.name not in made]
+        read = _names(*(it.reads for it in inner))
+        reads = [region for region in block.reads if region.source.name in read or region.source.name not in made]
         writes = [region for region in block.writes if region.source.name not in dead]
         kept = [buffer for buffer in block.alloc_buffers if buffer.name not in dead]
         return SBlock(block.iter_vars, reads, writes, block.name_hint, block.body, block.init, kept, block.match_buffers, block.annotations)

@@ -82,8 +82,8 @@ def _alone(output, *foreign):
     """The Role of one output of DK_DV by itself, without the blocks whose names start so."""
     def keep(names):
         return tuple(name for name in names if not name.startswith(foreign))
-    return replace(DK_DV, declare=lambda *arguments: only(attention_dk_dv(*arguments), output), stays=keep(DK_DV.stays),
-                   products=tuple(it for it in DK_DV.products if keep((it.block,))), scores=keep(DK_DV.scores),
+    return replace(DK_DV, declare=lambda *arguments, **options: only(attention_dk_dv(*arguments, **options), output),
+                   stays=keep(DK_DV.stays), products=tuple(it for it in DK_DV.products if keep((it.block,))), scores=keep(DK_DV.scores),
                    sums=tuple(it for it in DK_DV.sums if keep(it)), statements=keep(DK_DV.statements))
 
 

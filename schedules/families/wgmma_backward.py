@@ -1,4 +1,4 @@
-"""wgmma, backward: the two functions of te_defs/flash_attention_backward.py on Hopper's asynchronous tensor cores (FlashAttention-3).
+"""wgmma, backward: the functions of te_defs/flash_attention_backward.py on Hopper's asynchronous tensor cores (FlashAttention-3).
 
 The idea is that of wgmma.py with the order of mma_backward.py. Each consumer warpgroup keeps 64 rows, of queries for dQ, of keys for dK
 and dV, and walks over the tiles of the other side, which a loader warpgroup brings through rings of shared memory; one of its warps brings
@@ -8,8 +8,13 @@ more, with its channels side by side. S and dP are issued together, and the prod
 
 The budget. Per thread the accumulators take (D + DV) / 2 of 240 registers (dQ: D / 2), S and dP half of the rows of a tile that comes by
 each, and their casts half of that. Shared memory holds the tiles that stay once, and those that come by once for each stage of a ring.
+Products run over channels rounded up to 16; shared tiles have rows of whole swizzled lines, at whose ends the accelerator puts zeros.
 
-The finished nest of dK and dV, one line a group of blocks::
+Above 128 channels the sums of dK and dV do not fit together, and each takes a function of its own, from the same declaration by what it
+needs (te_defs/outputs.py): eight products, all with 128 rows that stay. Two tiles of 128 rows and 256 channels leave room for three of 64:
+the one that is read by dP alone is free again before the middle of a turn, and has one copy.
+
+The finished nest of dK and dV together, one line a group of blocks::
 
     attn  @blockIdx.x
       K_load V_load                               bulk loads
@@ -29,13 +34,14 @@ from tvm.s_tir import TensorIntrin
 
 from schedules import roles
 from schedules.families import backward_roles, wgmma_plan
-from schedules.families.backward_turns import turn_of
+from schedules.families.backward_turns import ORDERS, turn_of
 from schedules.intrinsics import events, wgmma_exchange
 from schedules.intrinsics import wgmma as intrinsics
-from schedules.intrinsics.mma import LANES
+from schedules.intrinsics.mma import CHANNEL_STEPS, LANES
 from schedules.lowering import bulk_loads, products_in_flight, rings, row_statistics, warp_roles, wgmma_pipeline
 from schedules.plan import Budget, Plan, first_of, fitting, require
 from schedules.stages import bind_lanes, loops_of, own_fragment, own_output, read_index
+from te_defs.integers import round_up
 
 NAME = "wgmma_backward"
 #: Copy of dS in shared memory, as cache_write names it.
@@ -52,7 +58,7 @@ STRIDED = (True,)
 
 @dataclass(frozen=True)
 class WgmmaBackwardPlan(Plan):
-    """Knobs of one of the two functions; the tile that stays has 64 rows for each consumer warpgroup.
+    """Knobs of one of the functions; the tile that stays has 64 rows for each consumer warpgroup.
 
     stages            copies of the tiles that come by, in their rings
     loader_registers  registers per thread that the loader warpgroup keeps, a multiple of 8; the consumers share the rest
@@ -67,6 +73,8 @@ class WgmmaBackwardPlan(Plan):
     single: int = 0
 
 
+#: Registers of a loader that asks for each line of a tile by itself (read off compiled kernels).
+BUSY_LOADER_REGISTERS = 40
 #: The last is one that wgmma_fused_backward schedules, by the stages here and its own.
 ROLES = {**backward_roles.ROLES, **backward_roles.APART, "fused": backward_roles.FUSED}
 #: Of these, the ones whose second half of a turn runs beside the first of the next.
@@ -95,13 +103,7 @@ SMALLER_TILES = {"dq": {64: (128, 80, 2, 40), 128: (128, 80, 2, 40), 192: (128, 
 
 def decline(workload, arch):
     """Why this family does not take the workload, or None."""
-    reason = wgmma_plan.decline(workload, arch)
-    if reason is not None:
-        return reason
-    most = max(TILES["dq"])
-    if any(size % wgmma_plan.LEAST_DIM or size > most for size in (workload.head_dim, workload.value_dim)):
-        return f"head dimensions must be multiples of {wgmma_plan.LEAST_DIM} up to {most}, not {workload.head_dim} and {workload.value_dim}"
-    return None
+    return wgmma_plan.decline(workload, arch)
 
 
 def apart(workload):
@@ -115,26 +117,30 @@ def default_plan(role, workload, arch):
     smaller = workload.score or role == "dq" and not workload.mask_class.from_start
     tiles = [tile for most, tile in sorted((SMALLER_TILES if smaller else TILES)[role].items()) if most >= channels]
     even = (workload.mask, workload.score, workload.lengths, workload.head_dim, workload.value_dim) == ("full", "", "uniform", 128, 128)
-    plans = (WgmmaBackwardPlan(*tile) for tile in ([EVEN_TILE] if even and role == "dq" else []) + tiles)
+    plans = [WgmmaBackwardPlan(*tile) for tile in ([EVEN_TILE] if even and role == "dq" else []) + tiles]
+    if not wgmma_plan.whole_lines(workload):
+        plans = [plan.but(loader_registers=max(plan.loader_registers, BUSY_LOADER_REGISTERS)) for plan in plans]
     return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
 
 
 def budget(role, workload, arch, plan, more_bytes=0):
     """Divisibility, shared memory and registers of a plan, with so many bytes more; PlanError with the budget where it does not fit."""
-    it, channels = ROLES[role], channels_of(workload.head_dim, workload.value_dim)
+    it, (products, lines) = ROLES[role], (channels_of(*(round_up(size, step) for size in (workload.head_dim, workload.value_dim)))
+                                          for step in CHANNEL_STEPS)
     (stays, streams), groups = it.tiles(plan), it.tiles(plan)[0] // intrinsics.GROUP_ROWS
     require(stays in (64, 128, 192), "the tile that stays must be 64 rows for each of one to three consumer warpgroups", stays,
             "choose 64, 128 or 192")
     require(streams % 16 == 0 and 16 <= streams <= 256, "the tile that comes by must be a multiple of 16 up to 256", streams, "round it")
     require(plan.q_tile % row_statistics.ROWS == 0, f"q_tile must be a multiple of {row_statistics.ROWS}", plan.q_tile, "round it")
     require(1 <= plan.stages <= 16, "stages must be from 1 to 16", plan.stages, "correct it")
+    require(0 <= plan.across < len(ORDERS) and role in ORDERS[plan.across], f"across must be an order of {role}", plan.across, "choose 0")
     require(plan.single in (0, 1), "single must be 0 or 1", plan.single, "correct it")
     single = single_ring(role, plan)
     rows = {load: stays for load in it.stays} | {load: streams * (1 if ring_of(load) == single else plan.stages) for load in it.streams}
     numbers = len(it.statistics) * plan.q_tile * (1 if it.rows == "i" else plan.stages)
-    shared = (intrinsics.ELEMENT_BYTES * sum(count * channels[load.split("_")[0]] for load, count in rows.items())
+    shared = (intrinsics.ELEMENT_BYTES * sum(count * lines[load.split("_")[0]] for load, count in rows.items())
               + row_statistics.NUMBER_BYTES * numbers + rings.bookkeeping_bytes(plan.stages, 1, len(it.stays)) + more_bytes)
-    sums = sum(channels[out[1:]] for _, _, out in it.sums) // 2
+    sums = sum(products[out[1:]] for _, _, out in it.sums) // 2
     scores = streams // 2 * sum(product.block in PRODUCTS_OF_TILES for product in it.products)
     casts = streams // 4 * sum(block.endswith("_cast") for block in it.scores)
     return Budget((
@@ -170,8 +176,15 @@ def ring_of(tile):
 
 
 def channels_of(d, dv):
-    """Channels of the tensors by their names, and so of their tiles and gradients."""
+    """Channels by the names of tensors."""
     return {"Q": d, "K": d, "dO": dv, "V": dv}
+
+
+def product_channels(sch, role):
+    """(D, DV) as the products have them."""
+    *_, d = loops_of(sch, "S")
+    dv = loops_of(sch, "dP")[-1] if "dP_warp" in ready_of(role) else loops_of(sch, "dV_acc_new")[-2]
+    return int(sch.get(d).extent), int(sch.get(dv).extent)
 
 
 def single_ring(role, plan):
@@ -216,9 +229,10 @@ def waits_of(role, plan):
 
 def declare(role, workload, plan):
     """The plain function at the plan's tile; makes the intrinsics known that it will need."""
-    for intrinsic in intrinsics_of(role, workload.dtype, plan, workload.head_dim, workload.value_dim).values():
+    channels = (round_up(size, CHANNEL_STEPS[0]) for size in (workload.head_dim, workload.value_dim))
+    for intrinsic in intrinsics_of(role, workload.dtype, plan, *channels).values():
         TensorIntrin.register(*intrinsic, override=True)
-    return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile)
+    return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile, channel_steps=CHANNEL_STEPS)
 
 
 def layout_of(role, block):
@@ -246,10 +260,11 @@ def lay_out_accumulators(sch, plan, role):
 
 def lay_out_boxes(sch, plan, role):
     """Lay the shared tiles out as the boxes that a bulk load writes, [chunk, row, channel of the chunk], and make each copy one block."""
+    channels = channels_of(*product_channels(sch, role))
     for block in (*role.stays, *role.streams):
-        channels = int(sch.get(loops_of(sch, block)[-1]).extent)
-        sch.transform_layout(block, ("write", 0), intrinsics.box_layout(intrinsics.chunk_of(channels)))
-        sch.annotate(sch.blockize(loops_of(sch, block)[-2]), bulk_loads.BULK_LOAD, block.removesuffix("_load"))
+        tensor = block.removesuffix("_load")
+        sch.transform_layout(block, ("write", 0), intrinsics.box_layout(intrinsics.chunk_of(channels[tensor])))
+        sch.annotate(sch.blockize(loops_of(sch, block)[-2]), bulk_loads.BULK_LOAD, tensor)
 
 
 def tile_products(sch, plan, role):
@@ -307,9 +322,8 @@ def bind_products(sch, plan, role):
 def use_tensor_cores(sch, plan, role):
     """Replace the products by wgmma, and the copies behind them by waits."""
     name = name_of(role)
-    tiles = {load: sch.get(sch.get_sblock(load)).writes[0].source for load in (*role.stays, *role.streams)}
-    d, dv = (int(tile.shape[0] * tile.shape[2]) for tile in (tiles["Q_load"], tiles["dO_load"]))
-    names = {block: it for block, (it, *_) in intrinsics_of(name, tiles["Q_load"].dtype, plan, d, dv).items()}
+    dtype = sch.get(sch.get_sblock("Q_load")).writes[0].source.dtype
+    names = {block: it for block, (it, *_) in intrinsics_of(name, dtype, plan, *product_channels(sch, role)).items()}
     for block in waits_of(name, plan):
         loops = loops_of(sch, block, 2)
         at = int(role.transposes(block.removesuffix("_warp")))

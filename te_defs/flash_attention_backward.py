@@ -22,7 +22,7 @@ need seven products where one function with additions to dQ in memory, in any or
                   kv{ K_load V_load | S | P P_masked | dP | dS dS_cast | dQ_acc_new | dQ_acc }
               dQ }
 
-Who wants dK and dV by a function each takes them from the first by te_defs.outputs.only, and computes S and P once more.
+Where dK and dV take a function each, both come from the first by what they need, and S and P are computed once more.
 
 Rows that do not count are made so by their loads: of a query row past the end, or one that saw no key, LSE_tile is infinite, and so P, dS
 and all that it adds are zero. A key past the end spoils only rows of dK and dV that are not stored; from dQ the mask keeps it out.

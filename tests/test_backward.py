@@ -8,11 +8,11 @@ import tvm
 import tvm_ffi
 from tvm.s_tir.stmt import SBlock
 
+from schedules.outputs import only
 from te_defs import reference
 from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
 from te_defs.lengths import sample
 from te_defs.masks import MASKS
-from te_defs.outputs import only
 from te_defs.workload import Shape, Workload, make_arguments
 from tests.backward import Apart, Fused, Naive, Plain, problem, verdict
 

@@ -3,9 +3,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from schedules.lowering.reduce_adds import column_of
+from schedules.outputs import only
 from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
 from te_defs.fused_backward import attention_dk_dv_dq
-from te_defs.outputs import only
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ each, and their casts half of that. Shared memory holds the tiles that stay once
 Products run over channels rounded up to 16; shared tiles have rows of whole swizzled lines, at whose ends the accelerator puts zeros.
 
 Above 128 channels the sums of dK and dV do not fit together, and each takes a function of its own, from the same declaration by what it
-needs (te_defs/outputs.py): eight products, all with 128 rows that stay. Two tiles of 128 rows and 256 channels leave room for three of 64:
-the one that is read by dP alone is free again before the middle of a turn, and has one copy.
+needs (schedules/outputs.py): eight products, all with 128 rows that stay. Two tiles of 128 rows and 256 channels leave room for three of
+64: the one that is read by dP alone is free again before the middle of a turn, and has one copy.
 
 The finished nest of dK and dV together, one line a group of blocks::
 

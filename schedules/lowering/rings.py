@@ -1,9 +1,10 @@
 """Rings: copies of tiles in shared memory, each with a barrier that says "full" and one that says "empty", and where all of it stands.
 
-A tile's number modulo the copies is its copy, its number divided by them the turn, whose last bit is the phase to wait for. Tiles that
-come by have `stages` copies, or one where they are `single`, and are numbered by the turns of the loop over them; those that stay have
-`query_stages`, and are numbered by the tiles of work. A tile that the consumers write for each other has no barriers here, and two copies: who writes one has met the others
-since they read it (warp_roles). In shared memory stand first the tiles, then the numbers that go with their rows, then the barriers.
+A tile's number modulo the copies is its copy, its number divided by them the turn, whose last bit is the phase to wait for. Tiles that come
+by have `stages` copies, or one where they are `single`, and are numbered by the turns of the loop over them; those that stay have
+`query_stages`, and are numbered by the tiles of work. A tile that the consumers write for each other has no barriers here, and two copies:
+who writes one has met the others since they read it (warp_roles). In shared memory stand first the tiles, then the numbers that go with
+their rows, then the barriers.
 """
 import math
 

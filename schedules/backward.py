@@ -1,5 +1,5 @@
 """The kernels of a backward pass, from workload to runtime module: delta, and the functions that a family schedules."""
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 from schedules.build import compiled
@@ -11,19 +11,39 @@ from schedules.registry import NoSchedule
 #: give the same bits; in any order, all gradients come from one function that adds to float32 sums in memory.
 IN_ORDER, ANY_ORDER = "in-order", "any-order"
 FAMILIES = {IN_ORDER: (wgmma_backward, mma_backward, simt_backward, cpu_backward), ANY_ORDER: (wgmma_fused_backward,)}
-#: What a family that sums in order schedules.
-ROLES = ("dk_dv", "dq")
+
+
+class _OfRoles:
+    """A plan for each of some functions, the roles of a family that sums in order."""
+
+    @classmethod
+    def roles(cls):
+        """Names of the functions."""
+        return tuple(field.name for field in fields(cls))
+
+    def by_role(self):
+        """{name of the function: its plan}."""
+        return {role: getattr(self, role) for role in self.roles()}
+
+    def __str__(self):
+        return "; ".join(f"{role}: {plan}" for role, plan in self.by_role().items())
 
 
 @dataclass(frozen=True)
-class Plans:
-    """A plan for each of the two functions."""
+class Plans(_OfRoles):
+    """Those of the two functions that most families have."""
 
     dk_dv: Plan
     dq: Plan
 
-    def __str__(self):
-        return f"dk_dv: {self.dk_dv}; dq: {self.dq}"
+
+@dataclass(frozen=True)
+class ApartPlans(_OfRoles):
+    """Those of a function for each gradient, which a family with APART may want of a workload."""
+
+    dk: Plan
+    dq: Plan
+    dv: Plan
 
 
 def adds(family):
@@ -31,11 +51,13 @@ def adds(family):
     return family in FAMILIES[ANY_ORDER]
 
 
-def function_names(any_order, place=1):
+def function_names(any_order, place=1, apart=False):
     """Symbols of the functions in this place of an artefact: for delta, without and with a gradient of the LSE, for dK and dV, and for dQ;
-    in any order for dK, dV and sums of dQ, for dQ from these, and for the zeros that they start from."""
-    names = ("delta", "delta_through_lse", *(("fused", "dq_cast", "dq_zeros") if any_order else ROLES))
-    return tuple(f"attention_backward_{name}{'' if place == 1 else f'_variant{place}'}" for name in names)
+    in any order for dK, dV and sums of dQ, for dQ from these, and for the zeros that they start from. Of gradients that are `apart` for dK,
+    for dQ, none for zeros, and for dV."""
+    kinds = ("fused", "dq_cast", "dq_zeros") if any_order else ("dk", "dq", None, "dv") if apart else Plans.roles()
+    suffix = "" if place == 1 else f"_variant{place}"
+    return tuple(name and f"attention_backward_{name}{suffix}" for name in ("delta", "delta_through_lse", *kinds))
 
 
 def taker(workload, arch, order=IN_ORDER):
@@ -53,12 +75,13 @@ def default_plans(family, workload, arch):
     """A family's seeds: Plans, or the plan of the one function where dQ is summed in any order."""
     if adds(family):
         return family.default_plan(workload, arch)
-    return Plans(*(family.default_plan(role, workload, arch) for role in ROLES))
+    kind = ApartPlans if getattr(family, "apart", lambda _: False)(workload) else Plans
+    return kind(*(family.default_plan(role, workload, arch) for role in kind.roles()))
 
 
 def fit(family, workload, plans, arch):
     """Whether an architecture has room for plans."""
-    budgets = [(family.budget, plans)] if adds(family) else [(partial(family.budget, role), getattr(plans, role)) for role in ROLES]
+    budgets = [(family.budget, plans)] if adds(family) else [(partial(family.budget, role), it) for role, it in plans.by_role().items()]
     return all(fitting([plan], budget, workload, arch) for budget, plan in budgets)
 
 
@@ -68,5 +91,6 @@ def build(family, workload, plans, arch, place=1, strided=False):
     if adds(family):
         parts += [family.schedule(workload, plans, strided=strided), dq_cast.schedule(workload, strided), dq_cast.zeros(workload)]
     else:
-        parts += [family.schedule(role, workload, getattr(plans, role), strided=strided) for role in ROLES]
-    return compiled({name: sch.mod["main"] for name, sch in zip(function_names(adds(family), place), parts)}, family, arch)
+        parts += [family.schedule(role, workload, plan, strided=strided) for role, plan in plans.by_role().items()]
+    names = filter(None, function_names(adds(family), place, isinstance(plans, ApartPlans)))
+    return compiled({name: sch.mod["main"] for name, sch in zip(names, parts)}, family, arch)

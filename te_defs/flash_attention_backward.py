@@ -22,6 +22,8 @@ need seven products where one function with additions to dQ in memory, in any or
                   kv{ K_load V_load | S | P P_masked | dP | dS dS_cast | dQ_acc_new | dQ_acc }
               dQ }
 
+Where dK and dV take a function each, both come from the first by what they need, and S and P are computed once more.
+
 Rows that do not count are made so by their loads: of a query row past the end, or one that saw no key, LSE_tile is infinite, and so P, dS
 and all that it adds are zero. A key past the end spoils only rows of dK and dV that are not stored; from dQ the mask keeps it out.
 """
@@ -33,7 +35,7 @@ from tvm.script import tirx as T
 from te_defs.arguments import parameter
 from te_defs.blocks import block, each, load, product
 from te_defs.flash_attention import LOG2_E
-from te_defs.integers import minimum
+from te_defs.integers import minimum, round_up
 from te_defs.lengths import LENGTHS
 
 
@@ -194,7 +196,7 @@ def score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given, plac
         each(dS_cast, "dS_cast", "ij", lambda i, j: T.cast(dS[i, j], dS_cast.dtype))
 
 
-def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
+def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1, 1)):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dK [B, M, G, D],
     dV [B, M, G, DV], scale, ...) -> None.
 
@@ -202,11 +204,13 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
     logarithm, delta and scale are float32; what follows are `workload.arguments` and those of the lengths (te_defs.lengths). Scale may be
     of either sign or zero. Rows that see no key add nothing; keys that no row sees get zeros.
 
-    q_tile     query rows of a tile (Br in the paper)
-    kv_tile    key rows of a tile (Bc)
-    query_sum  a te_defs.fused_backward.QuerySum, which adds dQ up as well; None: nothing does
+    q_tile         query rows of a tile (Br in the paper)
+    kv_tile        key rows of a tile (Bc)
+    query_sum      a te_defs.fused_backward.QuerySum, which adds dQ up as well; None: nothing does
+    channel_steps  what the channels of products and of tiles are rounded up to: there zeros stand, in sums and gradients none
     """
     dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)
+    (PRODUCT_D, PRODUCT_DV), (TILE_D, TILE_DV) = ([round_up(size, step) for size in (D, DV)] for step in channel_steps)
     PACKED, BOUND, ADDS = workload.lengths == "packed", bool(given.tables), query_sum is not None
 
     def stored(value, j, m):
@@ -239,13 +243,13 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
                 n, m = T.meta_var((part.queries, part.keys))
                 k0 = T.meta_var(vr * kv_tile)
                 first, turns, whole = T.meta_var(given.query_tiles(k0, q_tile, kv_tile, n, m, hides_end=ADDS))
-                K_tile = T.sblock_alloc_buffer((kv_tile, D), dtype)
-                V_tile = T.sblock_alloc_buffer((kv_tile, DV), dtype)
-                dK_acc = T.sblock_alloc_buffer((kv_tile, D), "float32")
-                dV_acc = T.sblock_alloc_buffer((kv_tile, DV), "float32")
+                K_tile = T.sblock_alloc_buffer((kv_tile, TILE_D), dtype)
+                V_tile = T.sblock_alloc_buffer((kv_tile, TILE_DV), dtype)
+                dK_acc = T.sblock_alloc_buffer((kv_tile, PRODUCT_D), "float32")
+                dV_acc = T.sblock_alloc_buffer((kv_tile, PRODUCT_DV), "float32")
                 with T.sblock("load_keys"):
-                    load(K_tile, "K_load", "jc", lambda j: k0 + j < m, lambda j, c: K[part.entry, part.first_key + k0 + j, vg, c])
-                    load(V_tile, "V_load", "jc", lambda j: k0 + j < m, lambda j, c: V[part.entry, part.first_key + k0 + j, vg, c])
+                    load(K_tile, "K_load", "jc", lambda j: k0 + j < m, lambda j, c: K[part.entry, part.first_key + k0 + j, vg, c], D)
+                    load(V_tile, "V_load", "jc", lambda j: k0 + j < m, lambda j, c: V[part.entry, part.first_key + k0 + j, vg, c], DV)
                 with T.sblock("init"):
                     each(dK_acc, "dK_acc_init", "jc", lambda *_: T.float32(0))
                     each(dV_acc, "dV_acc_init", "jc", lambda *_: T.float32(0))
@@ -254,8 +258,8 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
                         ve = T.axis.opaque(H // G, e)
                         vt = T.axis.opaque(T.max(tiles_of(N, q_tile), 1), t)
                         h, q0 = T.meta_var((vg * (H // G) + ve, (first + vt) * q_tile))
-                        Q_tile = T.sblock_alloc_buffer((q_tile, D), dtype)
-                        dO_tile = T.sblock_alloc_buffer((q_tile, DV), dtype)
+                        Q_tile = T.sblock_alloc_buffer((q_tile, TILE_D), dtype)
+                        dO_tile = T.sblock_alloc_buffer((q_tile, TILE_DV), dtype)
                         LSE_tile = T.sblock_alloc_buffer((q_tile,), "float32")
                         delta_tile = T.sblock_alloc_buffer((q_tile,), "float32")
                         S = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
@@ -265,15 +269,16 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
                         dP = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         dS = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         dS_cast = T.sblock_alloc_buffer((q_tile, kv_tile), dtype)
-                        dK_acc_new = T.sblock_alloc_buffer((kv_tile, D), "float32")
-                        dV_acc_new = T.sblock_alloc_buffer((kv_tile, DV), "float32")
-                        load(Q_tile, "Q_load", "ic", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, h, c])
-                        load(dO_tile, "dO_load", "ic", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, h, c])
+                        dK_acc_new = T.sblock_alloc_buffer((kv_tile, PRODUCT_D), "float32")
+                        dV_acc_new = T.sblock_alloc_buffer((kv_tile, PRODUCT_DV), "float32")
+                        load(Q_tile, "Q_load", "ic", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, h, c], D)
+                        load(dO_tile, "dO_load", "ic", lambda i: q0 + i < n,
+                             lambda i, c: dO[part.entry, part.first_query + q0 + i, h, c], DV)
                         load_statistics(LSE_tile, delta_tile, lambda i: q0 + i < n,
                                         lambda i: LSE[part.entry, h, part.first_query + q0 + i],
                                         lambda i: delta[part.entry, h, part.first_query + q0 + i])
                         with T.sblock("qk"):
-                            product(S, "S", "ijc", D, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
+                            product(S, "S", "ijc", PRODUCT_D, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
                         with T.sblock("softmax"):
                             probabilities(P, P_masked, S, LSE_tile, scale, given, whole(vt), lambda i, j: (vb, h, q0 + i, k0 + j, n, m))
                             each(P_cast, "P_cast", "ij", lambda i, j: T.cast(P_masked[i, j], dtype))
@@ -281,7 +286,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
                             product(dV_acc_new, "dV_acc_new", "jci", q_tile,
                                     lambda j, i: P_cast[i, j], lambda c, i: dO_tile[i, c], first=dV_acc)
                         with T.sblock("dov"):
-                            product(dP, "dP", "ijc", DV, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
+                            product(dP, "dP", "ijc", PRODUCT_DV, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
                         score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given,
                                         lambda i, j: (vb, h, q0 + i, k0 + j, n, m))
                         with T.sblock("dsq"):
@@ -307,10 +312,11 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
     return given.of(dk_dv)
 
 
-def attention_dq(workload, q_tile, kv_tile):
+def attention_dq(workload, q_tile, kv_tile, channel_steps=(1, 1)):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ [B, N, H, D], scale,
     ...) -> None. As `attention_dk_dv`; rows that see no key get zeros."""
     dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)
+    (PRODUCT_D, PRODUCT_DV), (TILE_D, TILE_DV) = ([round_up(size, step) for size in (D, DV)] for step in channel_steps)
     BOUND = bool(given.tables)
 
     @T.prim_func(s_tir=True, check_well_formed=False)
@@ -337,14 +343,14 @@ def attention_dq(workload, q_tile, kv_tile):
                 q0 = T.meta_var((tiles_of(longest, q_tile) - 1 - vr) * q_tile)
                 tiles, turns, whole = T.meta_var(given.key_tiles(q0, q_tile, kv_tile, n, m))
                 g = T.meta_var(vh // (H // G))
-                Q_tile = T.sblock_alloc_buffer((q_tile, D), dtype)
-                dO_tile = T.sblock_alloc_buffer((q_tile, DV), dtype)
+                Q_tile = T.sblock_alloc_buffer((q_tile, TILE_D), dtype)
+                dO_tile = T.sblock_alloc_buffer((q_tile, TILE_DV), dtype)
                 LSE_tile = T.sblock_alloc_buffer((q_tile,), "float32")
                 delta_tile = T.sblock_alloc_buffer((q_tile,), "float32")
-                dQ_acc = T.sblock_alloc_buffer((q_tile, D), "float32")
+                dQ_acc = T.sblock_alloc_buffer((q_tile, PRODUCT_D), "float32")
                 with T.sblock("load_queries"):
-                    load(Q_tile, "Q_load", "ic", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, vh, c])
-                    load(dO_tile, "dO_load", "ic", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, vh, c])
+                    load(Q_tile, "Q_load", "ic", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, vh, c], D)
+                    load(dO_tile, "dO_load", "ic", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, vh, c], DV)
                     load_statistics(LSE_tile, delta_tile, lambda i: q0 + i < n,
                                     lambda i: LSE[part.entry, vh, part.first_query + q0 + i],
                                     lambda i: delta[part.entry, vh, part.first_query + q0 + i])
@@ -354,26 +360,26 @@ def attention_dq(workload, q_tile, kv_tile):
                     with T.sblock("kv"):
                         vt = T.axis.opaque(T.max(tiles_of(M, kv_tile), 1), t)
                         k0 = T.meta_var((tiles - 1 - vt) * kv_tile)
-                        K_tile = T.sblock_alloc_buffer((kv_tile, D), dtype)
-                        V_tile = T.sblock_alloc_buffer((kv_tile, DV), dtype)
+                        K_tile = T.sblock_alloc_buffer((kv_tile, TILE_D), dtype)
+                        V_tile = T.sblock_alloc_buffer((kv_tile, TILE_DV), dtype)
                         S = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         P = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         P_masked = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         dP = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         dS = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         dS_cast = T.sblock_alloc_buffer((q_tile, kv_tile), dtype)
-                        dQ_acc_new = T.sblock_alloc_buffer((q_tile, D), "float32")
+                        dQ_acc_new = T.sblock_alloc_buffer((q_tile, PRODUCT_D), "float32")
                         # Only the last tile can reach past the end, and it comes first.
                         load(K_tile, "K_load", "jc", lambda j: T.Or(vt >= 1, k0 + j < m),
-                             lambda j, c: K[part.entry, part.first_key + k0 + j, g, c])
+                             lambda j, c: K[part.entry, part.first_key + k0 + j, g, c], D)
                         load(V_tile, "V_load", "jc", lambda j: T.Or(vt >= 1, k0 + j < m),
-                             lambda j, c: V[part.entry, part.first_key + k0 + j, g, c])
+                             lambda j, c: V[part.entry, part.first_key + k0 + j, g, c], DV)
                         with T.sblock("qk"):
-                            product(S, "S", "ijc", D, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
+                            product(S, "S", "ijc", PRODUCT_D, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
                         with T.sblock("softmax"):
                             probabilities(P, P_masked, S, LSE_tile, scale, given, whole(vt), lambda i, j: (vb, vh, q0 + i, k0 + j, n, m))
                         with T.sblock("dov"):
-                            product(dP, "dP", "ijc", DV, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
+                            product(dP, "dP", "ijc", PRODUCT_DV, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
                         score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given,
                                         lambda i, j: (vb, vh, q0 + i, k0 + j, n, m))
                         with T.sblock("dsk"):

@@ -54,11 +54,11 @@ class QuerySum:
                 T.buffer_store(self.tensor, self.tensor[tuple(at)] + part[i, c], at)
 
 
-def attention_dk_dv_dq(workload, q_tile, kv_tile, place_of=in_order):
+def attention_dk_dv_dq(workload, q_tile, kv_tile, channel_steps=(1, 1), place_of=in_order):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ_sum [B, N, H, D]
     float32, dK [B, M, G, D], dV [B, M, G, DV], scale, ...) -> None. As `attention_dk_dv`; besides, dQ / scale is added to dQ_sum, which
     holds zeros before the call, and keeps channel c at place_of(c)."""
-    func = attention_dk_dv(workload, q_tile, kv_tile, QuerySum(place_of))
+    func = attention_dk_dv(workload, q_tile, kv_tile, QuerySum(place_of), channel_steps)
     params = list(func.params)
     params.insert(OPERANDS, params.pop(OWN))
     return tirx.PrimFunc(params, func.body, func.ret_type, func.attrs)

@@ -41,9 +41,24 @@ class Plain:
         dout, q_, k_, v_, out, lse_ = map(tvm.runtime.tensor, (dout, q, k, v, out, lse))
         delta, (dq, dk, dv), arguments = tvm.runtime.tensor(np.full_like(lse, np.nan)), _outputs(q, k, v), _handed_over(arguments)
         self.delta(dout, out, delta)
-        self.dk_dv(dout, q_, k_, v_, lse_, delta, dk, dv, scale, *arguments)
+        self.of_keys((dout, q_, k_, v_, lse_, delta), dk, dv, scale, *arguments)
         self.dq(dout, q_, k_, v_, lse_, delta, dq, scale, *arguments)
         return [x.numpy() for x in (dq, dk, dv)]
+
+    def of_keys(self, given, dk, dv, *arguments):
+        """Fill dK and dV."""
+        self.dk_dv(*given, dk, dv, *arguments)
+
+
+class Apart(Plain):
+    """The same where dK and dV are computed by a function each."""
+
+    def __init__(self, *functions):
+        self.delta, self.dk, self.dv, self.dq = (tvm.compile(function, QUICK_LLVM) for function in functions)
+
+    def of_keys(self, given, dk, dv, *arguments):
+        self.dk(*given, dk, *arguments)
+        self.dv(*given, dv, *arguments)
 
 
 class Scheduled(Plain):
@@ -72,6 +87,11 @@ class Fused:
         self.fused(dout, q_, k_, v_, lse_, delta, dq_sum, dk, dv, scale, *arguments)
         self.dq_cast(dq_sum, dq, scale)
         return [x.numpy() for x in (dq, dk, dv)]
+
+
+def scheduled_apart(family, plans, workload, stages):
+    """Apart of the functions after the first stages of a family. `plans` are those of its roles."""
+    return Apart(attention_delta(workload), *(family.schedule(role, workload, plans[role], stages).mod for role in ("dk", "dv", "dq")))
 
 
 def alone(family, role, workload, plan, arch):

@@ -20,7 +20,8 @@ ARCH = cuda_arch("sm_90a")
 PLAN = wgmma_fused_backward.WgmmaBackwardPlan(q_tile=64, kv_tile=64)
 FULL = Workload(64, 64, "float16", "full")
 SCHEDULED = [(Workload(64, 128, "float16", "causal"), PLAN), (Workload.parse("fwd_d64_dv64_bf16_window+softcap"), PLAN),
-             (FULL, PLAN.but(kv_tile=128)), (Workload(64, 128, "float16", "causal"), PLAN.but(across=1))]
+             (FULL, PLAN.but(kv_tile=128)), (Workload(64, 40, "float16", "causal"), PLAN),
+             (Workload(64, 128, "float16", "causal"), PLAN.but(across=1))]
 
 
 def test_keys_past_the_end_add_nothing():
@@ -64,7 +65,8 @@ def test_seeds_compile_without_spills(toolkit, figures, workload):
 
 @pytest.mark.parametrize("workload, reason", [
     (Workload(64, 64, "float32"), "tensor cores take 16-bit inputs, not float32"),
-    (Workload(96, 64, "float16"), "the head dimension must be a multiple of 64, not 96")])
+    (Workload(96, 64, "float16"), "the head dimension must be a multiple of 64, not 96"),
+    (Workload(64, 256, "float16"), "head dimensions must be at most 128, not 64 and 256")])
 def test_declines_with_a_reason(workload, reason):
     assert wgmma_fused_backward.decline(workload, ARCH) == reason
 

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.gpu
 WORKLOADS = [Workload.parse(f"fwd_{name}") for name in (
     "d64_dv64_f16_full", "d64_dv64_f16_causal", "d64_dv64_bf16_causal", "d128_dv128_f16_full", "d128_dv128_f16_causal",
     "d128_dv128_bf16_full", "d128_dv64_f16_causal", "d64_dv128_bf16_full", "d96_dv96_f16_causal", "d32_dv32_f16_full",
-    "d256_dv256_f16_causal", "d64_dv64_f16_window", "d128_dv128_f16_window", "d64_dv64_f16_prefix", "d128_dv128_bf16_causal_top_left",
+    "d256_dv256_f16_causal", "d256_dv256_bf16_full", "d192_dv128_f16_causal+packed", "d200_dv136_bf16_window", "d72_dv104_f16_full+keys",
+    "d64_dv64_f16_window", "d128_dv128_f16_window", "d64_dv64_f16_prefix", "d128_dv128_bf16_causal_top_left",
     "d64_dv64_f16_causal+softcap", "d128_dv128_f16_full+bias", "d64_dv64_bf16_causal+alibi+sink", "d64_dv64_f16_window+softcap",
     "d64_dv64_f16_tests.of_a_user:DocumentCausal", "d64_dv64_f16_causal+keys", "d128_dv128_f16_full+keys", "d64_dv64_f16_causal+packed",
     "d128_dv128_bf16_window+packed", "d64_dv64_f32_causal", "d128_dv128_f32_full+bias", "d40_dv72_bf16_causal")]
@@ -76,11 +77,12 @@ def test_numbers_and_bits(gradients, family, workload):
                            through_lse=through_lse) is None, name
 
 
-@pytest.mark.parametrize("family", (wgmma_backward, mma_backward), ids=lambda f: f.NAME)
-def test_thirty_runs_give_the_same_bits(gradients, family):
-    workload = Workload(128, 128, "float16", "causal")
+@pytest.mark.parametrize("family, channels", [(wgmma_backward, 128), (wgmma_backward, 256), (mma_backward, 128)],
+                         ids=lambda it: getattr(it, "NAME", f"{it}"))
+def test_thirty_runs_give_the_same_bits(gradients, family, channels):
+    workload = Workload(channels, channels, "float16", "causal")
     call = Called(gradients(family, workload), workload, tvm.cuda(0), times=30)
-    assert verdict(call, workload, Shape(2, 8, 2, 600, 700), 128**-0.5) is None
+    assert verdict(call, workload, Shape(2, 8, 2, 600, 700), channels**-0.5) is None
 
 
 @pytest.mark.parametrize("workload", [Workload(64, 64, "float32"), Workload(128, 128, "float16"), Workload(64, 40, "bfloat16")],

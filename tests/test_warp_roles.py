@@ -14,7 +14,7 @@ from schedules.lowering import products_in_flight, warp_roles
 from te_defs.workload import Workload
 
 ARCH = cuda_arch("sm_90a")
-WORKLOAD = Workload(64, 64, "float16", "causal")
+WORKLOAD, WIDE = Workload(64, 64, "float16", "causal"), Workload(256, 256, "float16", "full")
 #: Functions of schedules.intrinsics.events that are no calls in a kernel, or stand for a loop index before the roles are split.
 NOT_SPLIT = {"name_of", "key_tile"}
 #: Events that lowering adds, and those of the backward pass alone.
@@ -39,15 +39,27 @@ def test_every_event_has_a_meaning_and_none_is_left():
     assert events_in(lowered(mod)) == set()
 
 
-@pytest.mark.parametrize("role", ["dq", "dk_dv"])
-def test_none_is_left_of_the_backward_functions(role):
-    mod = wgmma_backward.schedule(role, WORKLOAD, wgmma_backward.default_plan(role, WORKLOAD, ARCH)).mod
-    assert events_in(lowered(mod)) == set()
+@pytest.mark.parametrize("role, workload", [("dq", WORKLOAD), ("dk_dv", WORKLOAD), *((role, WIDE) for role in ("dq", "dk", "dv"))])
+def test_none_is_left_of_the_backward_functions(role, workload):
+    """And shared memory holds what the budget says, where a tile has a single copy, too."""
+    plan = wgmma_backward.default_plan(role, workload, ARCH)
+    mod = lowered(wgmma_backward.schedule(role, workload, plan).mod)
+    assert events_in(mod) == set() and plan.single == (workload is WIDE and role != "dv")
+    counted = next(used for name, used, *_ in wgmma_backward.budget(role, workload, ARCH, plan).rows if name == "shared memory")
+    assert shared_bytes(mod) == counted
 
 
 def test_none_is_left_of_the_fused_backward_function():
     mod = wgmma_fused_backward.schedule(WORKLOAD, wgmma_fused_backward.default_plan(WORKLOAD, ARCH)).mod
     assert "meet" in events_in(mod) and events_in(lowered(mod)) == set()
+
+
+def shared_bytes(mod):
+    """Bytes of the shared memory that a kernel of a module asks for."""
+    found = []
+    for func in mod.functions.values():
+        tvm_ffi.structural_walk(func.body, (tvm.tirx.AllocBuffer, lambda stmt: found.append(stmt.buffer)))
+    return sum(2 * int(buffer.shape[0]) for buffer in found if buffer.scope() == "shared.dyn")
 
 
 def lowered(mod):

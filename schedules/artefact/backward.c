@@ -49,15 +49,16 @@ static int invoke(void *self, const Call *call, Function function, const TVMFFIA
   return call->variant->functions[function](self, args, count + behind, result);
 }
 
-/* The kernels of a call, one after the other: delta, then dk and dv, then dq; or delta and zeros, then dk, dv and sums of dq, then dq. Where
- * there are no queries, keys get zeros, and where there are no keys, queries do. */
+/* The kernels of a call, one after the other: delta, then dk and dv, by one or by one each, then dq; or delta and zeros, then dk, dv and sums
+ * of dq, then dq. Where there are no queries, keys get zeros, and where there are no keys, queries do. */
 static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVMFFIAny *delta, const TVMFFIAny *sums, TVMFFIAny *result) {
   const TVMFFIAny *it = call->checked;
-  bool adds = call->variant->functions[ZEROS] != NULL;
+  bool adds = call->variant->functions[ZEROS] != NULL, apart = call->variant->functions[GRADIENTS_OF_VALUES] != NULL;
   bool queries = call->longest[0] > 0 && call->views[LSE].span > 0;
   bool keys = call->longest[1] > 0 && call->views[DK].span > 0;
   TVMFFIAny of_delta[] = {it[DOUT], it[OUT], *delta}, through_lse[] = {it[DOUT], it[OUT], *dlse, *delta};
   TVMFFIAny of_keys[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DK], it[DV]};
+  TVMFFIAny of_values[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DV]};
   TVMFFIAny of_all[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, *sums, it[DK], it[DV]};
   TVMFFIAny of_queries[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DQ]};
   TVMFFIAny of_sums[] = {*sums, it[DQ]};
@@ -66,7 +67,8 @@ static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVM
                                                   : invoke(self, call, DELTA_THROUGH_LSE, through_lse, 4, 0, result)))
     return -1;
   if (queries && adds && invoke(self, call, ZEROS, of_sums, 1, 0, result)) return -1;
-  if (keys && invoke(self, call, GRADIENTS_OF_KEYS, adds ? of_all : of_keys, adds ? 9 : 8, BEHIND, result)) return -1;
+  if (keys && apart && invoke(self, call, GRADIENTS_OF_VALUES, of_values, 7, BEHIND, result)) return -1;
+  if (keys && invoke(self, call, GRADIENTS_OF_KEYS, adds ? of_all : of_keys, adds ? 9 : apart ? 7 : 8, BEHIND, result)) return -1;
   if (!queries) return 0;
   return adds ? invoke(self, call, GRADIENTS_OF_QUERIES, of_sums, 2, 1, result)
               : invoke(self, call, GRADIENTS_OF_QUERIES, of_queries, 7, BEHIND, result);

@@ -48,7 +48,7 @@ typedef struct {
 
 typedef int HostFunction(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result);
 #if FLASHTIR_BACKWARD
-typedef enum { DELTA, DELTA_THROUGH_LSE, GRADIENTS_OF_KEYS, GRADIENTS_OF_QUERIES, ZEROS, FUNCTIONS } Function;
+typedef enum { DELTA, DELTA_THROUGH_LSE, GRADIENTS_OF_KEYS, GRADIENTS_OF_QUERIES, ZEROS, GRADIENTS_OF_VALUES, FUNCTIONS } Function;
 #else
 typedef enum { KERNEL, NEGATIVE_SCALE_KERNEL, FUNCTIONS } Function;
 #endif

@@ -11,7 +11,7 @@ import tvm_ffi
 from schedules.arch import cuda_arch
 from schedules.artefact.cases import write_cases
 from schedules.artefact.manifest import backward_arguments, call_arguments, to_json
-from schedules.backward import function_names
+from schedules.backward import ApartPlans, function_names
 from schedules.build import kernel_names, signs
 from schedules.lowering.toolkit import run_c_compiler
 from te_defs.lengths import LENGTHS
@@ -63,10 +63,10 @@ def export_artefact(variants, workload, path, manifest, cases, gradients=()):
 
 
 def functions_of(variant, workload, place, backward):
-    """Symbols of the functions that an artefact calls of a variant in this place; a kernel without a twin for scales below zero takes
-    these, too."""
+    """Symbols of the functions that an artefact calls of a variant in this place, None for one that it has not; a kernel without a twin
+    for scales below zero takes these, too."""
     if backward:
-        return function_names(variant.adds, place)
+        return function_names(variant.adds, place, isinstance(variant.plan, ApartPlans))
     kernel, negative = kernel_names(place)
     return kernel, negative if True in signs(workload) else kernel
 
@@ -76,7 +76,7 @@ def check_variants(variants, workload, gradients=()):
     all_places = [*((place, variant, False) for place, variant in enumerate(variants, 1)),
                   *((place, variant, True) for place, variant in enumerate(gradients, 1))]
     for place, variant, backward in all_places:
-        for name in functions_of(variant, workload, place, backward):
+        for name in filter(None, functions_of(variant, workload, place, backward)):
             if not variant.module.implements_function(name):
                 raise ExportError(f"a module with a function {name} is needed, found none: build it with "
                                   f"{'schedules.backward.build' if backward else 'schedules.build.build_plan'}")
@@ -119,12 +119,12 @@ def compile_entry(workload, variants, manifest, folder, backward=False):
 
 def _config(workload, variants, manifest, backward):
     """The header artefact_config.h; call.h says what each constant is."""
-    symbols = [[f"__tvm_ffi_{name}" for name in functions_of(variant, workload, place, backward)]
+    symbols = [[f"__tvm_ffi_{name}" if name else "NULL" for name in functions_of(variant, workload, place, backward)]
                for place, variant in enumerate(variants, 1)]
     lengths = LENGTHS[workload.lengths]
     constants = {
         "BACKWARD": int(backward),
-        "FUNCTIONS(X)": " ".join(f"X({name})" for names in symbols for name in dict.fromkeys(names)),
+        "FUNCTIONS(X)": " ".join(f"X({name})" for names in symbols for name in dict.fromkeys(names) if name != "NULL"),
         "VARIANTS(X)": " ".join(f"X({_entry_of(variant, names)})" for variant, names in zip(variants, symbols)),
         "ARCHS": json.dumps(", ".join(dict.fromkeys(arch for variant in variants for arch in variant.archs))),
         "HEAD_DIM": workload.head_dim,

@@ -1,8 +1,9 @@
-"""What the two functions of te_defs/flash_attention_backward.py are made of, for families that schedule both by the same stages."""
+"""What the functions of te_defs/flash_attention_backward.py are made of, for families that schedule all by the same stages."""
 from dataclasses import dataclass, replace
 from functools import partial
 
 from schedules.lowering.reduce_adds import column_of
+from schedules.outputs import only
 from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
 from te_defs.fused_backward import attention_dk_dv_dq
 
@@ -25,7 +26,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Role:
-    """What one of the two functions is made of.
+    """What one of the functions is made of.
 
     rows      "i" or "j": whose rows stay, and are rows of the fragments
     stays     loads of the tiles that stay; streams: of those that come by
@@ -50,6 +51,11 @@ class Role:
         """Blocks whose matrices stay in registers: scores, products and accumulators."""
         return (*self.scores, *(product.block for product in self.products), *(init for init, _, _ in self.sums))
 
+    @property
+    def statistics(self):
+        """Loads of the numbers that go with the queries."""
+        return ("LSE_load", "delta_load") if any(product.block == "dP" for product in self.products) else ("LSE_load",)
+
     def transposes(self, block):
         """Whether the matrix of a block lies transposed in registers: scores do where keys are the rows."""
         return self.rows == "j" and block in ("S", "dP", *self.scores)
@@ -70,6 +76,19 @@ DK_DV = Role(attention_dk_dv, "j", ("K_load", "V_load"), ("Q_load", "dO_load"),
              ("Q_load", "dO_load", "LSE_load", "delta_load", "S_init", "S", "P", "P_masked", "P_cast", "dV_init", "dV_acc_new", "dP_init",
               "dP", "dS", "dS_cast", "dK_init", "dK_acc_new", "dK_acc", "dV_acc"))
 ROLES = {"dq": DQ, "dk_dv": DK_DV}
+
+
+def _alone(output, *foreign):
+    """The Role of one output of DK_DV by itself, without the blocks whose names start so."""
+    def keep(names):
+        return tuple(name for name in names if not name.startswith(foreign))
+    return replace(DK_DV, declare=lambda *arguments, **options: only(attention_dk_dv(*arguments, **options), output),
+                   stays=keep(DK_DV.stays), products=tuple(it for it in DK_DV.products if keep((it.block,))), scores=keep(DK_DV.scores),
+                   sums=tuple(it for it in DK_DV.sums if keep(it)), statements=keep(DK_DV.statements))
+
+
+#: Where the sums of both do not fit in registers: eight products in all, as S is computed once more.
+APART = {"dk": _alone("dK", "dV", "P_cast"), "dv": _alone("dV", "dK", "dP", "dS", "V_load", "delta")}
 #: te_defs/fused_backward.py. The rows of dQ are nobody's own: its product, with the copies around it, is scheduled by wgmma_fused_backward.
 FUSED = replace(DK_DV, declare=partial(attention_dk_dv_dq, place_of=column_of), statements=(
     *DK_DV.statements[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_part_warp", "dQ_sum", *DK_DV.statements[-2:]))

@@ -42,6 +42,8 @@ def decline(workload, arch):
     reason = wgmma_backward.decline(workload, arch)
     if reason is not None:
         return reason
+    if wgmma_backward.apart(workload):
+        return f"head dimensions must be at most {max(TILES)}, not {workload.head_dim} and {workload.value_dim}"
     if workload.head_dim % wgmma_exchange.CHUNK:
         return f"the head dimension must be a multiple of {wgmma_exchange.CHUNK}, not {workload.head_dim}"
     return None

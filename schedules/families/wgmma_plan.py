@@ -93,7 +93,7 @@ def default_plan(workload, arch):
     plan = _with_loader(workload, plan)
     if (workload.head_dim, workload.value_dim) in MEASURED:
         return _with_room(workload, plan)
-    least = plan.kv_tile if plan.groups > 2 or _whole_lines(workload) else 16
+    least = plan.kv_tile if plan.groups > 2 or whole_lines(workload) else 16
     tiles = [plan.but(kv_tile=kv_tile) for kv_tile in range(MOST_KEYS, least - 16, -16)] if plan.groups == 2 else [plan]
     fit = fitting(tiles, budget, workload, arch)
     return _with_room(workload, next(tile for tile in fit if _registers(workload, tile) <= MOST_REGISTERS or tile.kv_tile == least))
@@ -113,14 +113,14 @@ def _dealt(workload, plan):
     return plan.but(blocks=0, shared_decode=0, query_stages=1) if workload.lengths == "packed" else plan
 
 
-def _whole_lines(workload):
+def whole_lines(workload):
     """Whether rows of all tensors fill the swizzled lines of their tiles: a tile is then one box for the tensor memory accelerator."""
     return all(size % intrinsics.chunk_of(size) == 0 for size in (workload.head_dim, workload.value_dim))
 
 
 def _with_loader(workload, plan):
     """The plan with the registers that its loader needs: more where rows are no whole lines, and for key lengths."""
-    busy = workload.lengths == "keys" or not _whole_lines(workload)
+    busy = workload.lengths == "keys" or not whole_lines(workload)
     return plan.but(loader_registers=max(plan.loader_registers, BUSY_LOADER_REGISTERS)) if busy else plan
 
 

@@ -1,9 +1,10 @@
 """Rings: copies of tiles in shared memory, each with a barrier that says "full" and one that says "empty", and where all of it stands.
 
-A tile's number modulo the copies is its copy, its number divided by them the turn, whose last bit is the phase to wait for. Tiles that
-come by have `stages` copies and are numbered by the turns of the loop over them; those that stay have `query_stages`, and are numbered by
-the tiles of work. A tile that the consumers write for each other has no barriers here, and two copies: who writes one has met the others
-since they read it (warp_roles). In shared memory stand first the tiles, then the numbers that go with their rows, then the barriers.
+A tile's number modulo the copies is its copy, its number divided by them the turn, whose last bit is the phase to wait for. Tiles that come
+by have `stages` copies, or one where they are `single`, and are numbered by the turns of the loop over them; those that stay have
+`query_stages`, and are numbered by the tiles of work. A tile that the consumers write for each other has no barriers here, and two copies:
+who writes one has met the others since they read it (warp_roles). In shared memory stand first the tiles, then the numbers that go with
+their rows, then the barriers.
 """
 import math
 
@@ -35,6 +36,7 @@ def bookkeeping_bytes(stages, query_stages, stays=1):
 class Rings:
     """The rings of one kernel.
 
+    single   ring of tiles that come by of which there is one copy: a turn is done with it early; None: there is no such
     loads    bulk_load event of each ring by its number
     stays    rings of tiles that stay
     met      {ring: tile} of those that consumers write for each other
@@ -42,8 +44,8 @@ class Rings:
     shared   the one buffer of shared memory
     """
 
-    def __init__(self, program, stages, query_stages):
-        self.stages, self.query_stages = stages, query_stages
+    def __init__(self, program, stages, query_stages, single=None):
+        self.stages, self.query_stages, self.single = stages, query_stages, single
         self.loads = {int(call.args[1]): call for call in work_tiles.events_in(program, "bulk_load")}
         self.stays = {ring for ring, call in self.loads.items() if bulk_loads.is_loaded_once(call)}
         self.met = {int(call.args[2]): call.args[1].args[0].source for call in work_tiles.events_in(program, "meet")}
@@ -63,7 +65,9 @@ class Rings:
         return (sum(self.tile_bytes[other] * self.copies(other) for other in before) + numbers) // ELEMENT_BYTES
 
     def copies(self, ring):
-        return MET_COPIES if ring in self.met else self.query_stages if ring in self.stays else self.stages
+        if ring in self.met or ring == self.single:
+            return MET_COPIES if ring in self.met else 1
+        return self.query_stages if ring in self.stays else self.stages
 
     def numbers_of(self, ring):
         """Numbers that go with one tile of a ring."""

@@ -25,6 +25,8 @@ from te_defs.lengths import FIRST_ROW, Part
 #: Fields of the plan that stand as annotations on block `attn`, and as attributes of the function later, behind PREFIX.
 KNOBS = ("stages", "query_stages", "ping_pong", "order_of_work", "shared_decode", "loader_registers")
 PREFIX = "flashtir."
+#: The same where a kernel has it: the number of the ring of which there is one copy.
+SINGLE = "single"
 #: Mark of the loop over the work tiles of a block, where the grid is persistent.
 WAVES = "pragma_flashtir_waves"
 
@@ -62,7 +64,7 @@ def read_roles(func):
     sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
     attn = sch.get_sblock("attn")
     marks = sch.get(attn).annotations
-    found = {PREFIX + knob: int(marks[PREFIX + knob]) for knob in KNOBS if PREFIX + knob in marks}
+    found = {PREFIX + knob: int(marks[PREFIX + knob]) for knob in (*KNOBS, SINGLE) if PREFIX + knob in marks}
     for key in found:
         sch.unannotate(attn, key)
     return sch.mod["main"].with_attrs(found) if found else func
@@ -152,7 +154,8 @@ class _Roles:
         self.warps = int(threads["threadIdx.y"].value)
         self.groups = self.warps // GROUP_WARPS
         self.warp = tirx.Var("warp", "int32")
-        self.rings = Rings(program, self.stages, self.query_stages)
+        single = func.attrs.get(PREFIX + SINGLE)
+        self.rings = Rings(program, self.stages, self.query_stages, None if single is None else int(single))
         self.loads, self.stays = self.rings.loads, self.rings.stays
         self.peeled = any(isinstance(call.args[-1], tirx.IntImm) for call in work_tiles.events_in(program, "wait_full"))
         work = work_tiles.flat(self.waves.body.then_case) if self.waves is not None else program

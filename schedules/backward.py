@@ -66,7 +66,8 @@ def build(family, workload, plans, arch, place=1, strided=False):
     """The functions of gradients, `compiled`."""
     parts = [delta.schedule(workload, arch, strided, through_lse) for through_lse in (False, True)]
     if adds(family):
-        parts += [family.schedule(workload, plans, strided=strided), dq_cast.schedule(workload, strided), dq_cast.zeros(workload)]
+        parts += [family.schedule(workload, plans, strided=strided), dq_cast.schedule(workload, plans, strided),
+                  dq_cast.zeros(workload, plans)]
     else:
         parts += [family.schedule(role, workload, getattr(plans, role), strided=strided) for role in ROLES]
     return compiled({name: sch.mod["main"] for name, sch in zip(function_names(adds(family), place), parts)}, family, arch)

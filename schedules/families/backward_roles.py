@@ -1,8 +1,6 @@
 """What the two functions of te_defs/flash_attention_backward.py are made of, for families that schedule both by the same stages."""
 from dataclasses import dataclass, replace
-from functools import partial
 
-from schedules.lowering.reduce_adds import column_of
 from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
 from te_defs.fused_backward import attention_dk_dv_dq
 
@@ -71,10 +69,11 @@ DK_DV = Role(attention_dk_dv, "j", ("K_load", "V_load"), ("Q_load", "dO_load"),
               "dP", "dS", "dS_cast", "dK_init", "dK_acc_new", "dK_acc", "dV_acc"))
 ROLES = {"dq": DQ, "dk_dv": DK_DV}
 #: te_defs/fused_backward.py. The rows of dQ are nobody's own: its product, with the copies around it, is scheduled by wgmma_fused_backward.
-FUSED = replace(DK_DV, declare=partial(attention_dk_dv_dq, place_of=column_of), statements=(
-    *DK_DV.statements[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_part_warp", "dQ_sum", *DK_DV.statements[-2:]))
+FUSED = replace(DK_DV, declare=attention_dk_dv_dq, statements=(
+    *DK_DV.statements[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_part_warp", "dQ_part_warp_shared.dyn", "dQ_sum",
+    *DK_DV.statements[-2:]))
 #: The same where dK, too, is a product with what was handed over: the cast of dS needs no registers while products run.
 FUSED_HANDED = replace(
     FUSED, products=tuple(replace(it, first="dS_cast_warp") if it.block == "dK_acc_new" else it for it in FUSED.products),
     statements=(*(it for it in DK_DV.statements[:-2] if not it.startswith("dK")), "dS_cast_warp", "dK_init", "dK_acc_new", "dQ_init",
-                "dQ_part", "dQ_part_warp", "dQ_sum", *DK_DV.statements[-2:]))
+                "dQ_part", "dQ_part_warp", "dQ_part_warp_shared.dyn", "dQ_sum", *DK_DV.statements[-2:]))

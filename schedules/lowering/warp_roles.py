@@ -33,6 +33,7 @@ ROWS = (FIRST_ROW, *(field.name for field in fields(Part)))
 
 GROUP = LANES * GROUP_WARPS
 REGISTERS_PER_SM = 65536
+FLOAT_BYTES = 4
 #: What setmaxnreg takes at most, and the multiple that it wants.
 MOST_REGISTERS, REGISTER_STEP = 240, 8
 
@@ -166,7 +167,7 @@ class _Roles:
         if self.rings.numbers:
             load.append(tirx.IfThenElse(tirx.EQ(self.warp, _number(self.warps + 1)), self.program_of(TELLER), None))
         compute = _sequence([_evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](consumer)), *self.first_turn(),
-                             self.program_of(CONSUMER), *self.last_turn()])
+                             self.program_of(CONSUMER), *self.last_turn(), *self.last_additions()])
         shuffled = T.cuda._shfl_sync(_number(FULL_WARP, "uint32"), self.thread_warp, 0, LANES)
         return _sequence([
             self.initialise(), _evaluate(T.cuda.cta_sync()),
@@ -265,6 +266,7 @@ class _Roles:
 
     def expand(self, stmt, name, done, tiles):
         """A statement with events as barriers."""
+        stmt = substitute(stmt, {self.thread_warp: self.warp})
         if name is not None:
             arguments = stmt.value.args[1:]
             parts = getattr(self, name)(done, tiles, *arguments)
@@ -273,8 +275,7 @@ class _Roles:
         def inner(call):
             called = events.name_of(call)
             return call if called is None else getattr(self, called)(done, tiles, *call.args[1:])
-        stmt = tvm_ffi.structural_map(stmt, (tvm.ir.Call, inner))
-        return substitute(stmt, {self.thread_warp: self.warp})
+        return tvm_ffi.structural_map(stmt, (tvm.ir.Call, inner))
 
     def bulk_load(self, done, tiles, ring, pointer, *rest):
         ring, (*coordinates, key_tile) = int(ring), rest[-6:]
@@ -326,6 +327,17 @@ class _Roles:
         return [T.ptx.fence.proxy.async_.shared__cta(),
                 T.ptx.bar.sync(_number(self.groups + 1, "uint32"), _number(self.groups * GROUP, "uint32"))]
 
+    def reclaim(self, done, tiles, pointer, ring):
+        """The thread that asked for the additions is the one that waits."""
+        return [T.ptx.cp.async_.bulk.wait_group.read(0), T.cuda.warp_sync()]
+
+    def add_up(self, done, tiles, pointer, to, elements):
+        """What a thread has written is made visible to the addition first."""
+        add = T.ptx["cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"](
+            to, T.cuda.cvta_generic_to_shared(pointer), tirx.Cast("uint32", elements * FLOAT_BYTES))
+        ask = tirx.SeqStmt([_evaluate(call) for call in (add, T.ptx.cp.async_.bulk.commit_group())])
+        return [T.ptx.fence.proxy.async_.shared__cta(), T.cuda.warp_sync(), tirx.IfThenElse(tirx.EQ(self.lane, _number(0)), ask, None)]
+
     def wait_scores(self, done, tiles, key_tile):
         # The peeled first tile has no product in front of it.
         return [T.ptx.wgmma.wait_group.sync.aligned(0 if isinstance(key_tile, tirx.IntImm) else 1)]
@@ -357,6 +369,10 @@ class _Roles:
         if not self.takes_turns:
             return []
         return [tirx.IfThenElse(tirx.LT(self.warp, _number(GROUP_WARPS)), _evaluate(self.named_barrier("sync", _number(0))), None)]
+
+    def last_additions(self):
+        """Shared memory must last until the additions have read it."""
+        return [_evaluate(T.ptx.cp.async_.bulk.wait_group.read(0))] if self.rings.added else []
 
 
 def _evaluate(value):

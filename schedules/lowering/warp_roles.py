@@ -333,10 +333,13 @@ class _Roles:
 
     def add_up(self, done, tiles, pointer, to, elements):
         """What a thread has written is made visible to the addition first."""
+        bounds, element = [], to.args[0]
+        to = tirx.address_of(tirx.BufferLoad(element.source, [_without_bounds(element.indices[0], bounds)]))
         add = T.ptx["cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"](
             to, T.cuda.cvta_generic_to_shared(pointer), tirx.Cast("uint32", elements * FLOAT_BYTES))
         ask = tirx.SeqStmt([_evaluate(call) for call in (add, T.ptx.cp.async_.bulk.commit_group())])
-        return [T.ptx.fence.proxy.async_.shared__cta(), T.cuda.warp_sync(), tirx.IfThenElse(tirx.EQ(self.lane, _number(0)), ask, None)]
+        return [*bounds, T.ptx.fence.proxy.async_.shared__cta(), T.cuda.warp_sync(),
+                tirx.IfThenElse(tirx.EQ(self.lane, _number(0)), ask, None)]
 
     def wait_scores(self, done, tiles, key_tile):
         # The peeled first tile has no product in front of it.
@@ -373,6 +376,18 @@ class _Roles:
     def last_additions(self):
         """Shared memory must last until the additions have read it."""
         return [_evaluate(T.ptx.cp.async_.bulk.wait_group.read(0))] if self.rings.added else []
+
+
+def _without_bounds(index, bounds):
+    """The index with variables where minima, maxima and choices stand, such as the first turn of a loop: what is not a sum or product is
+    computed in 32 bits, while the index will have 64."""
+    if isinstance(index, (tirx.Add, tirx.Sub, tirx.Mul)):
+        return type(index)(*(_without_bounds(part, bounds) for part in (index.a, index.b)))
+    if not isinstance(index, (tirx.Min, tirx.Max, tirx.Select)):
+        return index
+    var = tirx.Var("bound", index.ty)
+    bounds.append(tirx.Bind(var, once(index)))
+    return var
 
 
 def _evaluate(value):

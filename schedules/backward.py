@@ -89,7 +89,8 @@ def build(family, workload, plans, arch, place=1, strided=False):
     """The functions of gradients, `compiled`."""
     parts = [delta.schedule(workload, arch, strided, through_lse) for through_lse in (False, True)]
     if adds(family):
-        parts += [family.schedule(workload, plans, strided=strided), dq_cast.schedule(workload, strided), dq_cast.zeros(workload)]
+        parts += [family.schedule(workload, plans, strided=strided), dq_cast.schedule(workload, plans, strided),
+                  dq_cast.zeros(workload, plans)]
     else:
         parts += [family.schedule(role, workload, plan, strided=strided) for role, plan in plans.by_role().items()]
     names = filter(None, function_names(adds(family), place, isinstance(plans, ApartPlans)))

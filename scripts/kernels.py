@@ -118,7 +118,7 @@ def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, 
         with compiling as log:
             module = backward.build(family, workload, plans, arch, number, strided)
         variant = variant_of(module, family, arch, plans, log.kernels if log else (), serves=Calls(strided=strided), portable=runs_later)
-        kernels.append(Kernel(replace(variant, adds=backward.adds(family)), toolkit))
+        kernels.append(Kernel(replace(variant, sum_rows=plans.q_tile if backward.adds(family) else 0), toolkit))
     return kernels
 
 

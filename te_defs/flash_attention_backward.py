@@ -74,7 +74,7 @@ def attention_delta(workload, through_lse=False):
     return tirx.PrimFunc([param for param in delta_of.params if param.name != "dLSE"], delta_of.body, delta_of.ret_type, delta_of.attrs)
 
 
-class _Parameters:
+class Parameters:
     """What both functions take behind the scale, and what they read from it."""
 
     def __init__(self, workload):
@@ -107,9 +107,11 @@ class _Parameters:
     def query_tiles(self, k0, q_tile, kv_tile, n, m, hides_end=False):
         """(first, number, whole) of the query tiles that see a key of the tile from k0 on, at least one, as pipelines can tell;
         whole(t) says whether all rows of the tile in turn t see all keys. Rows and keys past the end may see anything; such keys are hidden
-        from all rows where `hides_end`."""
+        from all rows where `hides_end`, and the first tile then holds rows where there are any."""
         mask, last = self.mask, minimum(k0 + kv_tile, m) - 1
         first = mask.query_begin(k0, n, m) // q_tile
+        if hides_end and not isinstance(first, int):  # who adds to a tile wants one that exists, though nothing may be seen there
+            first = T.min(first, T.max(tiles_of(n, q_tile) - 1, 0))
         turns = tiles_of(mask.query_end(last, n, m), q_tile) - first
         turns = T.max(tirx.Select(k0 < m, turns, 0) if self.tables else turns, 1)
 
@@ -119,7 +121,7 @@ class _Parameters:
                 return tirx.And(mask.key_begin(end, m) <= k0, (k0 + kv_tile - 1 if hides_end else last) < mask.key_end(begin, m))
             below = t >= tiles_of(mask.query_begin(last, n, m), q_tile) - first
             if hides_end:  # not as a choice, for which a compiler would branch
-                below = tirx.And(below, t >= T.max(k0 + kv_tile - m, 0) * turns)
+                below = tirx.And(below, t >= T.min(T.max(k0 + kv_tile - m, 0), 1) * turns)
             if mask.from_start:  # then every key is seen up to the last query
                 return below
             end = mask.query_end(k0, n, m)
@@ -209,7 +211,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
     query_sum      a te_defs.fused_backward.QuerySum, which adds dQ up as well; None: nothing does
     channel_steps  what the channels of products and of tiles are rounded up to: there zeros stand, in sums and gradients none
     """
-    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)
+    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, Parameters(workload)
     (PRODUCT_D, PRODUCT_DV), (TILE_D, TILE_DV) = ([round_up(size, step) for size in (D, DV)] for step in channel_steps)
     PACKED, BOUND, ADDS = workload.lengths == "packed", bool(given.tables), query_sum is not None
 
@@ -230,7 +232,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
         delta = T.match_buffer(d, (B, H, N), "float32", align=4)
         dK = T.match_buffer(d_k, (B, M, G, D), dtype, align=4)
         dV = T.match_buffer(d_v, (B, M, G, DV), dtype, align=4)
-        sums = T.meta_var([query_sum.declare(Q)] if ADDS else [])
+        sums = T.meta_var([query_sum.declare(B, H, q_tile, D)] if ADDS else [])
         sequences, longest = T.meta_var(given.sizes(B, N, M)[::2])
         # The first key tile first: under a causal mask the most queries see it, and a grid ends best on its short tiles.
         for b, g, r in T.grid(sequences, G, tiles_of(longest, kv_tile)):
@@ -293,7 +295,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
                             product(dK_acc_new, "dK_acc_new", "jci", q_tile,
                                     lambda j, i: dS_cast[i, j], lambda c, i: Q_tile[i, c], first=dK_acc)
                         if ADDS:
-                            query_sum.add(dS_cast, K_tile, q0, n, (part.entry, part.first_query, h))
+                            query_sum.add(dS_cast, K_tile, vb, part, h, first + vt)
                         with T.sblock("back"):
                             each(dK_acc, "dK_acc", "jc", lambda j, c: dK_acc_new[j, c])
                             each(dV_acc, "dV_acc", "jc", lambda j, c: dV_acc_new[j, c])
@@ -315,7 +317,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
 def attention_dq(workload, q_tile, kv_tile, channel_steps=(1, 1)):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ [B, N, H, D], scale,
     ...) -> None. As `attention_dk_dv`; rows that see no key get zeros."""
-    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)
+    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, Parameters(workload)
     (PRODUCT_D, PRODUCT_DV), (TILE_D, TILE_DV) = ([round_up(size, step) for size in (D, DV)] for step in channel_steps)
     BOUND = bool(given.tables)
 

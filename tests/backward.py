@@ -9,7 +9,7 @@ from schedules.families import cpu, delta, simt
 from scripts.kernels import answer_gradients
 from te_defs import reference
 from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
-from te_defs.fused_backward import attention_dk_dv_dq, attention_dq_cast
+from te_defs.fused_backward import attention_dk_dv_dq, attention_dq_cast, sum_tiles
 from te_defs.naive import naive_backward
 from te_defs.workload import Shape, make_arguments
 from tests.numbers import QUICK_LLVM
@@ -74,18 +74,26 @@ class Fused:
     """The functions with five products, unscheduled: the same call."""
 
     def __init__(self, workload, q_tile=32, kv_tile=16):
-        self.compile(attention_delta(workload), attention_dk_dv_dq(workload, q_tile, kv_tile), attention_dq_cast(workload))
+        self.compile(workload, q_tile, attention_delta(workload), attention_dk_dv_dq(workload, q_tile, kv_tile),
+                     attention_dq_cast(workload, q_tile))
 
-    def compile(self, *functions):
+    def compile(self, workload, q_tile, *functions):
+        self.q_tile, self.packed = q_tile, workload.lengths == "packed"
         self.delta, self.fused, self.dq_cast = (tvm.compile(function, QUICK_LLVM) for function in functions)
+
+    def shape_of_tile(self, channels):
+        """Of the sums: they are not scheduled."""
+        return self.q_tile, channels
 
     def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
         dout, q_, k_, v_, out, lse_ = map(tvm.runtime.tensor, (dout, q, k, v, out, lse))
         delta, (dq, dk, dv), arguments = tvm.runtime.tensor(np.full_like(lse, np.nan)), _outputs(q, k, v), _handed_over(arguments)
-        dq_sum = tvm.runtime.tensor(np.zeros(q.shape, "float32"))
+        batch, rows, heads, channels = q.shape
+        tiles = sum_tiles(rows, self.q_tile, arguments[-4].shape[0] - 1 if self.packed else 0)
+        dq_sum = tvm.runtime.tensor(np.zeros((batch, heads, tiles, *self.shape_of_tile(channels)), "float32"))
         self.delta(dout, out, delta)
         self.fused(dout, q_, k_, v_, lse_, delta, dq_sum, dk, dv, scale, *arguments)
-        self.dq_cast(dq_sum, dq, scale)
+        self.dq_cast(dq_sum, dq, scale, *arguments)
         return [x.numpy() for x in (dq, dk, dv)]
 
 

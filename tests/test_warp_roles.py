@@ -10,7 +10,7 @@ from schedules.arch import cuda_arch
 from schedules.build import schedule
 from schedules.families import wgmma, wgmma_backward, wgmma_fused_backward, wgmma_plan
 from schedules.intrinsics import events
-from schedules.lowering import products_in_flight, warp_roles
+from schedules.lowering import products_in_flight, register_shares, warp_roles
 from te_defs.workload import Workload
 
 ARCH = cuda_arch("sm_90a")
@@ -18,7 +18,7 @@ WORKLOAD, WIDE = Workload(64, 64, "float16", "causal"), Workload(256, 256, "floa
 #: Functions of schedules.intrinsics.events that are no calls in a kernel, or stand for a loop index before the roles are split.
 NOT_SPLIT = {"name_of", "key_tile"}
 #: Events that lowering adds, and those of the backward pass alone.
-ADDED, BACKWARD = {"bulk_load", "tell", "told", "release_before"}, {"meet", "issued", "awaited"}
+ADDED, BACKWARD = {"bulk_load", "tell", "told", "release_before"}, {"meet", "reclaim", "add_up", "issued", "awaited"}
 #: Those of which lowering.products_in_flight makes numbers before roles are split.
 COUNTED = {products_in_flight.ISSUED, products_in_flight.AWAITED}
 
@@ -51,7 +51,7 @@ def test_none_is_left_of_the_backward_functions(role, workload):
 
 def test_none_is_left_of_the_fused_backward_function():
     mod = wgmma_fused_backward.schedule(WORKLOAD, wgmma_fused_backward.default_plan(WORKLOAD, ARCH)).mod
-    assert "meet" in events_in(mod) and events_in(lowered(mod)) == set()
+    assert {"meet", "reclaim", "add_up"} <= events_in(mod) and events_in(lowered(mod)) == set()
 
 
 def shared_bytes(mod):
@@ -70,9 +70,9 @@ def lowered(mod):
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("loader", [24, 32, 40, 56])
 def test_registers_of_a_block_are_those_of_a_multiprocessor(groups, loader):
-    consumer = warp_roles.consumer_registers(groups, loader)
-    entry = warp_roles.REGISTERS_PER_SM // (warp_roles.GROUP * (groups + 1))
-    assert warp_roles.GROUP * (groups * consumer + loader) <= ARCH.registers_per_sm
+    consumer = register_shares.consumer_registers(groups, loader)
+    entry = register_shares.REGISTERS_PER_SM // (register_shares.GROUP * (groups + 1))
+    assert register_shares.GROUP * (groups * consumer + loader) <= ARCH.registers_per_sm
     assert consumer <= 240 and consumer % 8 == 0, "as setmaxnreg wants it"
     assert consumer >= min(entry // 8 * 8, 240), "a consumer gives none of its registers away"
 
@@ -81,4 +81,4 @@ def test_registers_of_a_block_are_those_of_a_multiprocessor(groups, loader):
 def test_registers_are_those_of_the_paper_s_kernels(groups, loader, consumer):
     """FlashAttention-3, hopper/flash_fwd_kernel_sm90.h; a single consumer has 256 there, of which code can name 255."""
     assert wgmma_plan.LOADER_REGISTERS[groups] == loader
-    assert warp_roles.consumer_registers(groups, loader) == consumer
+    assert register_shares.consumer_registers(groups, loader) == consumer

@@ -53,7 +53,7 @@ static int invoke(void *self, const Call *call, Function function, const TVMFFIA
  * of dq, then dq. Where there are no queries, keys get zeros, and where there are no keys, queries do. */
 static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVMFFIAny *delta, const TVMFFIAny *sums, TVMFFIAny *result) {
   const TVMFFIAny *it = call->checked;
-  bool adds = call->variant->functions[ZEROS] != NULL, apart = call->variant->functions[GRADIENTS_OF_VALUES] != NULL;
+  bool adds = call->variant->sum_rows > 0, apart = call->variant->functions[GRADIENTS_OF_VALUES] != NULL;
   bool queries = call->longest[0] > 0 && call->views[LSE].span > 0;
   bool keys = call->longest[1] > 0 && call->views[DK].span > 0;
   TVMFFIAny of_delta[] = {it[DOUT], it[OUT], *delta}, through_lse[] = {it[DOUT], it[OUT], *dlse, *delta};
@@ -70,7 +70,7 @@ static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVM
   if (keys && apart && invoke(self, call, GRADIENTS_OF_VALUES, of_values, 7, BEHIND, result)) return -1;
   if (keys && invoke(self, call, GRADIENTS_OF_KEYS, adds ? of_all : of_keys, adds ? 9 : apart ? 7 : 8, BEHIND, result)) return -1;
   if (!queries) return 0;
-  return adds ? invoke(self, call, GRADIENTS_OF_QUERIES, of_sums, 2, 1, result)
+  return adds ? invoke(self, call, GRADIENTS_OF_QUERIES, of_sums, 2, BEHIND, result)
               : invoke(self, call, GRADIENTS_OF_QUERIES, of_queries, 7, BEHIND, result);
 }
 
@@ -97,6 +97,14 @@ static int check_dlse(const TVMFFIAny *arg, const Call *call, TVMFFIAny *checked
   return 0;
 }
 
+/* The sums of dq, from dq: [batch, heads, tiles, elements of a tile], with tiles of `sum_rows` rows as te_defs.fused_backward counts them. */
+static void describe_sums(const Call *call, DLTensor *sums, DLDataType dtype, int64_t shape[4]) {
+  int64_t rows = call->variant->sum_rows > 0 ? call->variant->sum_rows : 1, queries = sums->shape[1];
+  int64_t tiles = FLASHTIR_LENGTHS == PACKED ? queries / rows + call->batch : (queries + rows - 1) / rows;
+  memcpy(shape, (int64_t[]){sums->shape[0], sums->shape[2], tiles > 0 ? tiles : 1, rows * FLASHTIR_HEAD_DIM}, 4 * sizeof *shape);
+  sums->dtype = dtype, sums->shape = shape, sums->strides = NULL;
+}
+
 static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result, const Variant *only) {
   Call call = {0};
   TVMFFIAny dlse;
@@ -114,8 +122,9 @@ static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny 
   for (int i = 0; i < TENSORS && call.variant->strided; ++i)
     if (i != LSE) call.plain[i].strides = call.views[i].strides;
   Workspace delta = {.plain = call.plain[LSE]}, sums = {.plain = call.plain[DQ]};
-  sums.plain.dtype = delta.plain.dtype, sums.plain.strides = NULL;
-  int failed = allocate(&delta, "delta") || (call.variant->functions[ZEROS] != NULL && allocate(&sums, "sums of dq")) ||
+  int64_t shape[4];
+  describe_sums(&call, &sums.plain, delta.plain.dtype, shape);
+  int failed = allocate(&delta, "delta") || (call.variant->sum_rows > 0 && allocate(&sums, "sums of dq")) ||
                launch(self, &call, &dlse, &delta.argument, &sums.argument, result);
   failed = release(&sums) || failed;
   return release(&delta) || failed ? -1 : 0;

@@ -13,6 +13,7 @@
  *                                strided        1 where it takes views with strides, 0 where contiguous tensors only
  *                                packed         1 where it is for grouped heads that share tiles, of fewer queries than `rows`
  *                                whole_rows     1 where sequences inside tensors are found by the number of a row
+ *                                sum_rows       rows of a tile of sums of dq, 0 where it needs none
  *                                codes          {major, minor, exact} for each architecture of its device code, then {0}
  *   FLASHTIR_ARCHS             the architectures of all variants, for messages
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
@@ -59,7 +60,7 @@ typedef struct {
   const char *beyond;
   int alignment;
   int64_t queries, tiles, rows;
-  int strided, packed, whole_rows;
+  int strided, packed, whole_rows, sum_rows;
   const Code *codes;
 } Variant;
 
@@ -68,8 +69,8 @@ typedef struct {
 #define DECLARE(function) extern HostFunction function __attribute__((visibility("hidden")));
 FLASHTIR_FUNCTIONS(DECLARE)
 #define ALL(...) {__VA_ARGS__}
-#define LIST(name, functions, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, ...) \
-  {name, ALL functions, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, (const Code[]){__VA_ARGS__}},
+#define LIST(name, functions, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, sum_rows, ...) \
+  {name, ALL functions, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, sum_rows, (const Code[]){__VA_ARGS__}},
 static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
 enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
 

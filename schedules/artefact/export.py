@@ -66,7 +66,7 @@ def functions_of(variant, workload, place, backward):
     """Symbols of the functions that an artefact calls of a variant in this place, None for one that it has not; a kernel without a twin
     for scales below zero takes these, too."""
     if backward:
-        return function_names(variant.adds, place, isinstance(variant.plan, ApartPlans))
+        return function_names(variant.sum_rows > 0, place, isinstance(variant.plan, ApartPlans))
     kernel, negative = kernel_names(place)
     return kernel, negative if True in signs(workload) else kernel
 
@@ -160,7 +160,8 @@ def _entry_of(variant, symbols):
     beyond = f"2^{beyond.bit_length() - 1}" if beyond.bit_count() == 1 else str(beyond)
     codes = ["{%d, %d, %d}" % (*arch.capability, arch.exact or not variant.portable) for arch in map(cuda_arch, variant.archs)]
     return ", ".join([f'"{variant.name}"', f"({', '.join(symbols)})", str(variant.max_elements), f'"{beyond}"', str(variant.alignment),
-                      *(str(int(field)) for field in astuple(variant.serves)), str(int(variant.whole_rows)), *codes, "{0}"])
+                      *(str(int(field)) for field in astuple(variant.serves)), str(int(variant.whole_rows)), str(variant.sum_rows),
+                      *codes, "{0}"])
 
 
 def read_manifest(path):

@@ -53,12 +53,19 @@ def describe(workload, variants, toolkit=None, gradients=()):
 
 def _describe_backward(workload, gradients):
     """What an artefact says of its gradients; what a variant allocates for a call is given by the sizes of q."""
-    rows = "4 * queries * heads" + " * batch" * (workload.lengths != "packed")
     return {
         "signature": f"flash_attention_backward({', '.join(backward_arguments(workload))}, dlse=None)",
-        "variants": [{**_describe_variant(variant), "order": "any" if variant.adds else "fixed",
-                      "workspace_bytes": rows + f" * {1 + workload.head_dim}" * variant.adds} for variant in gradients],
+        "variants": [{**_describe_variant(variant), "order": "any" if variant.sum_rows else "fixed",
+                      "workspace_bytes": _workspace(workload, variant.sum_rows)} for variant in gradients],
     }
+
+
+def _workspace(workload, sum_rows):
+    """Bytes that a call allocates: for delta, and for sums of dQ in tiles of so many rows (te_defs.fused_backward.sum_tiles)."""
+    packed = workload.lengths == "packed"
+    tiles = f"(queries // {sum_rows} + sequences)" if packed else f"max((queries + {sum_rows - 1}) // {sum_rows}, 1)"
+    rows = f"(queries + {tiles} * {sum_rows * workload.head_dim})" if sum_rows else "queries"
+    return f"4 * {rows} * heads" + " * batch" * (not packed)
 
 
 def _describe_arguments(workload):

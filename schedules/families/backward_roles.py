@@ -1,8 +1,6 @@
 """What the functions of te_defs/flash_attention_backward.py are made of, for families that schedule all by the same stages."""
 from dataclasses import dataclass, replace
-from functools import partial
 
-from schedules.lowering.reduce_adds import column_of
 from schedules.outputs import only
 from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
 from te_defs.fused_backward import attention_dk_dv_dq
@@ -90,10 +88,11 @@ def _alone(output, *foreign):
 #: Where the sums of both do not fit in registers: eight products in all, as S is computed once more.
 APART = {"dk": _alone("dK", "dV", "P_cast"), "dv": _alone("dV", "dK", "dP", "dS", "V_load", "delta")}
 #: te_defs/fused_backward.py. The rows of dQ are nobody's own: its product, with the copies around it, is scheduled by wgmma_fused_backward.
-FUSED = replace(DK_DV, declare=partial(attention_dk_dv_dq, place_of=column_of), statements=(
-    *DK_DV.statements[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_part_warp", "dQ_sum", *DK_DV.statements[-2:]))
+FUSED = replace(DK_DV, declare=attention_dk_dv_dq, statements=(
+    *DK_DV.statements[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_part_warp", "dQ_part_warp_shared.dyn", "dQ_sum",
+    *DK_DV.statements[-2:]))
 #: The same where dK, too, is a product with what was handed over: the cast of dS needs no registers while products run.
 FUSED_HANDED = replace(
     FUSED, products=tuple(replace(it, first="dS_cast_warp") if it.block == "dK_acc_new" else it for it in FUSED.products),
     statements=(*(it for it in DK_DV.statements[:-2] if not it.startswith("dK")), "dS_cast_warp", "dK_init", "dK_acc_new", "dQ_init",
-                "dQ_part", "dQ_part_warp", "dQ_sum", *DK_DV.statements[-2:]))
+                "dQ_part", "dQ_part_warp", "dQ_part_warp_shared.dyn", "dQ_sum", *DK_DV.statements[-2:]))

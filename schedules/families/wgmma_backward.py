@@ -38,7 +38,8 @@ from schedules.families.backward_turns import ORDERS, turn_of
 from schedules.intrinsics import events, wgmma_exchange
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import CHANNEL_STEPS, LANES
-from schedules.lowering import bulk_loads, products_in_flight, rings, row_statistics, warp_roles, wgmma_pipeline
+from schedules.lowering import (
+    bulk_loads, products_in_flight, register_shares, rings, row_statistics, warp_roles, wgmma_pipeline)
 from schedules.plan import Budget, Plan, first_of, fitting, require
 from schedules.stages import bind_lanes, loops_of, own_fragment, own_output, read_index
 from te_defs.integers import round_up
@@ -144,9 +145,9 @@ def budget(role, workload, arch, plan, more_bytes=0):
     scores = streams // 2 * sum(product.block in PRODUCTS_OF_TILES for product in it.products)
     casts = streams // 4 * sum(block.endswith("_cast") for block in it.scores)
     return Budget((
-        ("threads", warp_roles.GROUP * (groups + 1), arch.threads_per_block, "of a block"),
+        ("threads", register_shares.GROUP * (groups + 1), arch.threads_per_block, "of a block"),
         ("shared memory", shared, arch.smem_bytes, "bytes"),
-        ("registers, about", sums + scores + casts, warp_roles.consumer_registers(groups, plan.loader_registers), "per consumer"),
+        ("registers, about", sums + scores + casts, register_shares.consumer_registers(groups, plan.loader_registers), "per consumer"),
     )).check(plan, arch)
 
 

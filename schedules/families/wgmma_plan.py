@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import CHANNEL_STEPS
-from schedules.lowering import order_of_work, rings, warp_roles
+from schedules.lowering import order_of_work, register_shares, rings
 from schedules.plan import Budget, Calls, Plan, fitting, require
 from te_defs.integers import round_up
 
@@ -168,7 +168,7 @@ def budget(workload, arch, plan):
     require(plan.q_tile in (64, 128, 192), "q_tile must be 64 rows for each of one to three consumer warpgroups", plan.q_tile,
             "choose 64, 128 or 192")
     require(plan.kv_tile % 16 == 0 and 16 <= plan.kv_tile <= 256, "kv_tile must be a multiple of 16 up to 256", plan.kv_tile, "round it")
-    require(plan.loader_registers % 8 == 0 and 24 <= plan.loader_registers <= warp_roles.entry_registers(plan.groups),
+    require(plan.loader_registers % 8 == 0 and 24 <= plan.loader_registers <= register_shares.entry_registers(plan.groups),
             "loader_registers must be a multiple of 8 from 24 to what a thread starts with", plan.loader_registers, "round it")
     for name, least, most in (("blocks", 0, 65535), ("order_of_work", 0, 1), ("shared_decode", 0, 1), ("stages", 1, 16),
                               ("query_stages", 1, 16), ("ping_pong", 0, 1), ("late_wait", 0, 1), ("lazy_rescale", 0, 1),
@@ -176,8 +176,8 @@ def budget(workload, arch, plan):
         require(least <= getattr(plan, name) <= most, f"{name} must be from {least} to {most}", getattr(plan, name), "correct it")
     tiles = 2 * (plan.query_stages * plan.q_tile * d + plan.stages * plan.kv_tile * (d + dv))
     return Budget((
-        ("threads", warp_roles.GROUP * (plan.groups + 1), arch.threads_per_block, "of a block"),
+        ("threads", register_shares.GROUP * (plan.groups + 1), arch.threads_per_block, "of a block"),
         ("shared memory", tiles + rings.bookkeeping_bytes(plan.stages, plan.query_stages), arch.smem_bytes, "bytes"),
         ("registers, about", _registers(workload, plan),
-         warp_roles.consumer_registers(plan.groups, plan.loader_registers), "per consumer"),
+         register_shares.consumer_registers(plan.groups, plan.loader_registers), "per consumer"),
     )).check(plan, arch)

@@ -17,9 +17,11 @@ from tvm.script import tirx as T
 from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
 from schedules.intrinsics.wgmma import GROUP_WARPS
-from schedules.lowering import bulk_loads, bulk_stores, order_of_work, rewrite, row_statistics, work_tiles
+from schedules.lowering import bulk_loads, bulk_stores, order_of_work, register_shares, rewrite, row_statistics, work_tiles
+from schedules.lowering.register_shares import GROUP
 from schedules.lowering.rewrite import FULL_WARP, function_pass, once, substitute
 from schedules.lowering.rings import Rings
+from schedules.lowering.warp_turns import Turns
 from te_defs.lengths import FIRST_ROW, Part
 
 #: Fields of the plan that stand as annotations on block `attn`, and as attributes of the function later, behind PREFIX.
@@ -33,25 +35,7 @@ WAVES = "pragma_flashtir_waves"
 #: Variables that hold what tensors of lengths say of a batch entry.
 ROWS = (FIRST_ROW, *(field.name for field in fields(Part)))
 
-GROUP = LANES * GROUP_WARPS
-REGISTERS_PER_SM = 65536
-#: What setmaxnreg takes at most, and the multiple that it wants.
-MOST_REGISTERS, REGISTER_STEP = 240, 8
-
-
-def _share(groups):
-    """Registers per thread of a whole SM, dealt evenly to some consumer warpgroups and a loader."""
-    return REGISTERS_PER_SM // (GROUP * (groups + 1)) // REGISTER_STEP * REGISTER_STEP
-
-
-def entry_registers(groups):
-    """Registers per thread that a block of some consumer warpgroups and a loader can start with: an equal share for each, up to 240."""
-    return min(_share(groups), MOST_REGISTERS)
-
-
-def consumer_registers(groups, loader_registers):
-    """Registers per thread of each of some consumer warpgroups, beside a loader warpgroup with so many, out of those of a whole SM."""
-    return min((_share(groups) * (groups + 1) - loader_registers) // groups // REGISTER_STEP * REGISTER_STEP, MOST_REGISTERS)
+FLOAT_BYTES = 4
 
 
 @function_pass("flashtir.ReadRoles")
@@ -140,7 +124,7 @@ def _sequence(stmts):
 LOADER, TELLER, CONSUMER = "loader", "teller", "consumer"
 
 
-class _Roles:
+class _Roles(Turns):
     """The roles of one kernel."""
 
     def __init__(self, func, grid, program, threads):
@@ -167,14 +151,14 @@ class _Roles:
 
     def block(self):
         """What all threads of a block do."""
-        consumer = consumer_registers(self.groups, self.loader_registers)
+        consumer = register_shares.consumer_registers(self.groups, self.loader_registers)
         lead = tirx.And(tirx.EQ(self.thread_warp, _number(self.warps)), tirx.EQ(self.lane, _number(0)))
         load = [_evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](self.loader_registers)),
                 tirx.IfThenElse(lead, self.program_of(LOADER), None)]
         if self.rings.numbers:
             load.append(tirx.IfThenElse(tirx.EQ(self.warp, _number(self.warps + 1)), self.program_of(TELLER), None))
         compute = _sequence([_evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](consumer)), *self.first_turn(),
-                             self.program_of(CONSUMER), *self.last_turn()])
+                             self.program_of(CONSUMER), *self.last_turn(), *self.last_additions()])
         shuffled = T.cuda._shfl_sync(_number(FULL_WARP, "uint32"), self.thread_warp, 0, LANES)
         return _sequence([
             self.initialise(), _evaluate(T.cuda.cta_sync()),
@@ -290,6 +274,7 @@ class _Roles:
 
     def expand(self, stmt, name, done, tiles):
         """A statement with events as barriers."""
+        stmt = substitute(stmt, {self.thread_warp: self.warp})
         if name is not None:
             arguments = stmt.value.args[1:]
             parts = getattr(self, name)(done, tiles, *arguments)
@@ -298,8 +283,7 @@ class _Roles:
         def inner(call):
             called = events.name_of(call)
             return call if called is None else getattr(self, called)(done, tiles, *call.args[1:])
-        stmt = tvm_ffi.structural_map(stmt, (tvm.ir.Call, inner))
-        return substitute(stmt, {self.thread_warp: self.warp})
+        return tvm_ffi.structural_map(stmt, (tvm.ir.Call, inner))
 
     def bulk_load(self, done, tiles, ring, pointer, *rest):
         ring, (*coordinates, key_tile) = int(ring), rest[-6:]
@@ -357,37 +341,39 @@ class _Roles:
         return [T.ptx.fence.proxy.async_.shared__cta(),
                 T.ptx.bar.sync(_number(self.groups + 1, "uint32"), _number(self.groups * GROUP, "uint32"))]
 
+    def reclaim(self, done, tiles, pointer, ring):
+        """The thread that asked for the additions is the one that waits."""
+        return [T.ptx.cp.async_.bulk.wait_group.read(0), T.cuda.warp_sync()]
+
+    def add_up(self, done, tiles, pointer, to, elements):
+        """What a thread has written is made visible to the addition first."""
+        bounds, element = [], to.args[0]
+        to = tirx.address_of(tirx.BufferLoad(element.source, [_without_bounds(element.indices[0], bounds)]))
+        add = T.ptx["cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"](
+            to, T.cuda.cvta_generic_to_shared(pointer), tirx.Cast("uint32", elements * FLOAT_BYTES))
+        ask = tirx.SeqStmt([_evaluate(call) for call in (add, T.ptx.cp.async_.bulk.commit_group())])
+        return [*bounds, T.ptx.fence.proxy.async_.shared__cta(), T.cuda.warp_sync(),
+                tirx.IfThenElse(tirx.EQ(self.lane, _number(0)), ask, None)]
+
     def wait_scores(self, done, tiles, key_tile):
         # The peeled first tile has no product in front of it.
         return [T.ptx.wgmma.wait_group.sync.aligned(0 if isinstance(key_tile, tirx.IntImm) else 1)]
 
-    def take_turn(self, done, tiles):
-        return [self.named_barrier("sync", self.warp // GROUP_WARPS)] if self.takes_turns else []
+    def last_additions(self):
+        """Shared memory must last until the additions have read it."""
+        return [_evaluate(T.ptx.cp.async_.bulk.wait_group.read(0))] if self.rings.added else []
 
-    def pass_turn(self, done, tiles):
-        following = tirx.truncmod(self.warp // GROUP_WARPS + 1, _number(self.groups))
-        return [self.named_barrier("arrive", following)] if self.takes_turns else []
 
-    @property
-    def takes_turns(self):
-        return self.ping_pong and self.groups > 1
-
-    def named_barrier(self, action, group):
-        """A barrier of the group that waits and the one that lets it go; number 0 is that of the whole block."""
-        return getattr(T.ptx.bar, action)(tirx.Cast("uint32", group + 1), _number(2 * GROUP, "uint32"))
-
-    def first_turn(self):
-        """The last group gives the first one its turn."""
-        if not self.takes_turns:
-            return []
-        last = tirx.EQ(self.warp // GROUP_WARPS, _number(self.groups - 1))
-        return [tirx.IfThenElse(last, _evaluate(self.named_barrier("arrive", _number(0))), None)]
-
-    def last_turn(self):
-        """The turn that nobody takes any more: no barrier may be left with threads that have arrived."""
-        if not self.takes_turns:
-            return []
-        return [tirx.IfThenElse(tirx.LT(self.warp, _number(GROUP_WARPS)), _evaluate(self.named_barrier("sync", _number(0))), None)]
+def _without_bounds(index, bounds):
+    """The index with variables where minima, maxima and choices stand, such as the first turn of a loop: what is not a sum or product is
+    computed in 32 bits, while the index will have 64."""
+    if isinstance(index, (tirx.Add, tirx.Sub, tirx.Mul)):
+        return type(index)(*(_without_bounds(part, bounds) for part in (index.a, index.b)))
+    if not isinstance(index, (tirx.Min, tirx.Max, tirx.Select)):
+        return index
+    var = tirx.Var("bound", index.ty)
+    bounds.append(tirx.Bind(var, once(index)))
+    return var
 
 
 def _evaluate(value):

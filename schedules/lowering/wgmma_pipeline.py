@@ -10,7 +10,6 @@ from schedules.lowering.bulk_loads import lower_bulk_loads
 from schedules.lowering.mask_bits import mask_bits
 from schedules.lowering.polynomial_exp2 import share_exponentials
 from schedules.lowering.products_in_flight import count_products, hold_probabilities
-from schedules.lowering.reduce_adds import reduce_adds
 from schedules.lowering.row_statistics import tell_statistics
 from schedules.lowering.software_pipeline import expand_overlap
 from schedules.lowering.warp_roles import read_roles, split_roles
@@ -41,7 +40,6 @@ pass_lists.register("flashtir_wgmma", [
     hold_probabilities(),
     share_exponentials(),
     wide_stores(),
-    reduce_adds(),
     tirx.transform.ConvertSSA(),
     tirx.transform.StmtSimplify(),
     rewrite.hoist_divisions(),  # last: StmtSimplify puts the value of a binding back where it is used

@@ -72,8 +72,8 @@ def attention_delta(workload, through_lse=False):
     return tirx.PrimFunc([param for param in delta_of.params if param.name != "dLSE"], delta_of.body, delta_of.ret_type, delta_of.attrs)
 
 
-class _Parameters:
-    """What both functions take behind the scale, and what they read from it."""
+class Parameters:
+    """What functions of the backward pass take behind the scale, and what they read from it."""
 
     def __init__(self, workload):
         arguments = [parameter(argument, workload.dtype) for argument in workload.arguments]
@@ -82,7 +82,7 @@ class _Parameters:
         self.tables = [tirx.decl_buffer((tirx.Var("numbers", "int32"),), "int32", name=name) for name in self.lengths.tensors]
         self.longest = [tirx.Var(name, "int32") for name in self.lengths.backward_integers]
         self.all = [*arguments, *self.tables, *self.longest]
-        self.operands = [value for value, argument in zip(arguments, workload.arguments) if argument.kind.axes]
+        self.operands = {argument.name: value for argument, value in zip(workload.arguments, arguments) if argument.kind.axes}
 
     def of(self, func):
         """The function with these parameters behind its own."""
@@ -156,6 +156,10 @@ class _Parameters:
             return ds
         return T.if_then_else(p > T.float32(0), ds * self.score.derivative(s * scale, *place), T.float32(0))
 
+    def through_operand(self, name, ds, p, s, scale, *place):
+        """Likewise the gradient of the element that the modification reads of an operand."""
+        return T.if_then_else(p > T.float32(0), ds * self.score.slope_of(name, s * scale, *place), T.float32(0))
+
 
 def tiles_of(rows, tile):
     """Number of tiles that hold so many rows."""
@@ -206,7 +210,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
     kv_tile    key rows of a tile (Bc)
     query_sum  a te_defs.fused_backward.QuerySum, which adds dQ up as well; None: nothing does
     """
-    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)
+    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, Parameters(workload)
     PACKED, BOUND, ADDS = workload.lengths == "packed", bool(given.tables), query_sum is not None
 
     def stored(value, j, m):
@@ -233,7 +237,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
             with T.sblock("attn"):
                 vb, vg, vr = T.axis.remap("SSS", [b, g, r])
                 if BOUND:
-                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *sums, *given.tables, *given.operands))
+                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *sums, *given.tables, *given.operands.values()))
                     T.writes(given.touched(dK, dV, *sums))
                 part = T.meta_var(given.part(vb, N, M))
                 n, m = T.meta_var((part.queries, part.keys))
@@ -310,7 +314,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
 def attention_dq(workload, q_tile, kv_tile):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ [B, N, H, D], scale,
     ...) -> None. As `attention_dk_dv`; rows that see no key get zeros."""
-    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)
+    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, Parameters(workload)
     BOUND = bool(given.tables)
 
     @T.prim_func(s_tir=True, check_well_formed=False)
@@ -330,7 +334,7 @@ def attention_dq(workload, q_tile, kv_tile):
                 vb, vh, vr = T.axis.remap("SSS", [b, h, r])
                 # The last query tile first: under a causal mask it has the most keys, and a grid ends best on its short tiles.
                 if BOUND:
-                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *given.tables, *given.operands))
+                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *given.tables, *given.operands.values()))
                     T.writes(given.touched(dQ))
                 part = T.meta_var(given.part(vb, N, M))
                 n, m = T.meta_var((part.queries, part.keys))

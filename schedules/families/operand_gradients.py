@@ -1,0 +1,105 @@
+"""The functions of te_defs/operand_gradients.py on CUDA cores, beside any family of the backward pass on a GPU.
+
+The idea is that of simt_backward.py: a thread owns a patch of S, of dP and of the sums, which stay in its registers over all tiles that its
+block walks over. What an axis of size one still asks for is summed once at the end, through shared memory: the keys and the queries of the
+tile, each by a thread of its own.
+
+The finished nest, one line a group of blocks; rows are @threadIdx.y, columns @threadIdx.x::
+
+    attn  @blockIdx.x                             a part of an owner's places
+      sum_init                                    registers
+      for x in rows of tiles
+        Q_load dO_load LSE_load delta_load        shared, [channel, query]
+        for t in key tiles
+          K_load V_load                           shared, [key, channel]
+          S P P_masked dP dS                      for c: outer product of a thread's queries and keys
+          sum_new sum                             registers
+      tile by_key by_query total                  shared, then a key or a query a thread
+      dX                                          neighbouring threads store neighbours
+
+Offsets have 64 bits, as in the families beside it.
+"""
+import tvm
+from tvm import s_tir
+
+from schedules import roles
+from schedules.families import simt_backward
+from schedules.families.simt import CONFIG, PIPELINE, compiler_options, own_patch  # noqa: F401, the same here
+from schedules.lowering.aligned_strides import ALIGNED_VIEWS
+from schedules.lowering.wide_offsets import WIDE_OFFSETS
+from schedules.stages import loops_of, unroll_all
+from te_defs.operand_gradients import attention_d_operand, attention_d_sink, attention_fold_parts
+
+NAME = "operand_gradients"
+ROLE = simt_backward.Role(attention_d_operand, "i", ("Q_load", "dO_load"), ("K_load", "V_load"), (), (),
+                          elements=("sum_init", "P", "P_masked", "dS", "sum_new", "sum"))
+#: Threads of a block that adds up parts.
+THREADS = 128
+#: Blocks that keep a GPU busy to its end: where operands have fewer tiles than this, their sums are made in parts.
+BLOCKS = 1024
+
+
+def default_plan(workload, arch):
+    """That of dQ, which has the same tiles and more to sum."""
+    return simt_backward.default_plan("dq", workload, arch)
+
+
+def share_sums(sch, plan, role):
+    """Put what is summed across threads into shared memory; the sums themselves run in registers."""
+    for block in ("tile", "by_key", "by_query"):
+        sch.set_scope(block, 0, "shared.dyn")
+    sch.set_scope("total", 0, "local")
+
+
+def tile_sums(sch, plan, role):
+    """A thread copies its patch, sums a key or a query, and stores every so manieth element."""
+    unroll_all(sch, own_patch(sch, "tile", plan)[1:])
+    for block in ("by_key", "by_query"):
+        copy = sch.cache_write(block, 0, "local")
+        *_, thread = sch.split(loops_of(sch, block)[0], factors=[None, plan.thread_rows, plan.thread_columns])
+        sch.reverse_compute_at(copy, thread)
+    sch.split(sch.fuse(*loops_of(sch, "dX")), factors=[None, plan.thread_rows, plan.thread_columns])
+
+
+def bind_sums(sch, plan, role):
+    """Bind the loops of these blocks as those of all others."""
+    for block, first in (("tile", 0), ("by_key", 1), ("by_query", 1), ("dX", 1)):
+        row, column = loops_of(sch, block)[first:first + 2]
+        sch.bind(row, "threadIdx.y")
+        sch.bind(column, "threadIdx.x")
+
+
+#: As many as have no thread yet, then the others.
+UNBOUND = (simt_backward.widen_inputs, simt_backward.share_tiles, simt_backward.keep_in_registers, share_sums, simt_backward.tile_products,
+           simt_backward.tile_elements, simt_backward.tile_copies, tile_sums)
+STAGES = (*UNBOUND, simt_backward.bind_grid, simt_backward.bind_threads, bind_sums, simt_backward.separate_init)
+
+
+def schedule(workload, name, plan, dtype, stages=STAGES, strided=False):
+    """A fresh Schedule of the function that sums the gradient of a score's operand, as `dtype`."""
+    func = attention_d_operand(workload, name, plan.q_tile, plan.kv_tile, dtype).with_attr(WIDE_OFFSETS, True).with_attr(ALIGNED_VIEWS, True)
+    return roles.staged(func, stages, plan, ROLE, strided)
+
+
+def fold(workload, name):
+    """A fresh Schedule of the function that adds up parts: a thread has an element."""
+    sch = s_tir.Schedule(tvm.IRModule({"main": attention_fold_parts(workload, name)}), debug_mask=0)
+    block, thread = sch.split(loops_of(sch, "dX")[0], factors=[None, THREADS])
+    sch.set_scope("total", 0, "local")
+    sch.compute_at("total", thread)
+    sch.bind(block, "blockIdx.x")
+    sch.bind(thread, "threadIdx.x")
+    return sch
+
+
+def sink(workload):
+    """A fresh Schedule of the function that makes the gradient of the sink: a block of threads has a head."""
+    sch = s_tir.Schedule(tvm.IRModule({"main": attention_d_sink(workload).with_attr(WIDE_OFFSETS, True)}), debug_mask=0)
+    copy = sch.cache_write("part", 0, "local")
+    sch.set_scope(copy, 0, "shared")
+    sch.set_scope("total", 0, "local")
+    lane = loops_of(sch, "part")[0]
+    sch.reverse_compute_at(copy, lane)
+    sch.bind(loops_of(sch, "head")[0], "blockIdx.x")
+    sch.bind(lane, "threadIdx.x")
+    return sch

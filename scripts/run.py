@@ -92,7 +92,7 @@ def read_cases(path, name_of_workload):
         index = json.loads(str(arrays["index"]))
         complete = all(f"{case['name']}.{name}" in arrays for case in index["cases"] for name in (
             "q", "k", "v", "out", "lse", *(value for value in case["arguments"] if isinstance(value, str)),
-            *(("dout", "dq", "dk", "dv") if "gradient_tolerances" in case else ())))
+            *(("dout", "dq", "dk", "dv", *case.get("operand_tolerances", ())) if "gradient_tolerances" in case else ())))
         schema, workload = index["schema"], index["workload"]
     except (OSError, EOFError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise RunError(f"{path} must hold check cases, found something else ({error}): export again") from error
@@ -161,9 +161,13 @@ def check_gradients(backward, case, arrays, device):
     dout, q, k, v, out, lse = (array_of(case, arrays, name) for name in ("dout", "q", "k", "v", "out", "lse"))
     inputs = [tvm.runtime.tensor(array, device) for array in (dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32))]
     gradients = [tvm.runtime.tensor(np.full(array.shape, np.nan, np.float32).astype(array.dtype), device) for array in (q, k, v)]
-    backward(*inputs, *gradients, case["scale"], *arguments_behind_scale(case, arrays, device, backward=True))
+    of_operands = case.get("operand_tolerances", {})  # of tensors behind the scale
+    operands = [array_of(case, arrays, name.removeprefix("d")) for name in of_operands]
+    gradients += [tvm.runtime.tensor(np.full(array.shape, np.nan, np.float32).astype(array.dtype), device) for array in operands]
+    behind = arguments_behind_scale(case, arrays, device, backward=True)
+    backward(*inputs, *gradients[:3], case["scale"], *behind, *((None, *gradients[3:]) if of_operands else ()))
     worst = 0.0
-    for name, gradient, allowed in zip(("dq", "dk", "dv"), gradients, case["gradient_tolerances"]):
+    for name, gradient, allowed in zip(("dq", "dk", "dv", *of_operands), gradients, (*case["gradient_tolerances"], *of_operands.values())):
         found, answer = gradient.numpy().astype(np.float64), arrays[f"{case['name']}.{name}"]
         error = np.where(np.isnan(answer), 0, np.nan_to_num(np.abs(found - answer), nan=np.inf)).max(initial=0)  # NaN: may be anything
         worst = max(worst, error / allowed if allowed else 0.0)  # nothing is allowed of an empty gradient

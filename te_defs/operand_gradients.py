@@ -1,15 +1,15 @@
 """Gradients of the tensors behind the scale: those that the score modification reads, such as a bias, and the sink.
 
-With dS as in te_defs/flash_attention_backward.py, before the modification's slope, and x the element of an operand that the modified score
-S' of a place (b, h, i, j) reads::
+With dS = P * (dP - delta) as in te_defs/flash_attention_backward.py, and x the element of an operand that S', the modified score of a place
+(b, h, i, j), reads::
 
-    dX = the sum of dS * (dS' / dx) over all places that read x          dSink = - the sum of exp(sink - LSE) * delta over the rows of a head
+    dX = the sum of dS * (dS' / dx) over all places that read x         dSink = - the sum of exp(sink - LSE) * delta over a head's rows
 
 An operand may have axes of size one, and then serves all indices: how much is summed is known with a call. Every element belongs to one
 block, which takes its terms in one order, so two runs give the same bits. Where there are few elements the places are dealt out in
 `parts`, each with sums of its own, and `attention_fold_parts` adds these up in their order. The blocks, in the order they run::
 
-    attention_d_operand: a tile of what is summed, [queries, keys], where an axis of size one has a tile to itself
+    attention_d_operand: a part of what a tile of the operand, [queries, keys], sums; an axis of size one is a tile
         attn{ sum_init
               for x, rows of tiles: each a head of a batch entry and a tile of its queries
                   rows{ Q_load dO_load LSE_load delta_load
@@ -21,7 +21,9 @@ block, which takes its terms in one order, so two runs give the same bits. Where
 from tvm import tirx
 from tvm.script import tirx as T
 
+from te_defs.arguments import ModifierError
 from te_defs.blocks import block, each, load, product
+from te_defs.evaluate import UnknownExpression
 from te_defs.flash_attention import LOG2_E
 from te_defs.flash_attention_backward import Parameters, load_statistics, probabilities, tiles_of
 from te_defs.workload import SINK, WorkloadError
@@ -31,7 +33,7 @@ LANES = 256
 
 
 def require_gradient(workload, name):
-    """WorkloadError where an argument behind the scale has no gradient."""
+    """WorkloadError, a sentence, where there is no gradient of an argument behind the scale, or no argument of this name."""
     def refuse(found):
         raise WorkloadError(f"a gradient of {name} was wanted, found {found}: leave it out")
 
@@ -46,9 +48,15 @@ def require_gradient(workload, name):
         refuse("an argument of the mask, which has no slopes")
     if argument == SINK:
         return
-    given = Parameters(workload)
-    place = [tirx.Var(letter, "int32") for letter in "bhijnm"]
-    given.score.slope_of(name, tirx.Var("s", "float32"), *place)
+    try:
+        Parameters(workload).score.slope_of(name, tirx.Var("s", "float32"), *(tirx.Var(letter, "int32") for letter in "bhijnm"))
+    except (ModifierError, UnknownExpression) as error:
+        raise WorkloadError(f"a gradient of {name} was wanted: {error}") from error
+
+
+def dtype_of(workload, name):
+    """Element type of an argument, and of its gradient."""
+    return next(it.kind.dtype for it in workload.arguments if it.name == name) or workload.dtype
 
 
 def parts_of(turns, parts, part):
@@ -67,7 +75,7 @@ def attention_d_operand(workload, name, q_tile, kv_tile, dtype="float32"):
     X = given.operands[name]
     axes = next(argument.kind.axes for argument in workload.arguments if argument.name == name)
     sizes = {axis: X.shape[axes.index(axis)] if axis in axes else 1 for axis in "BHNM"}
-    BOUND, ELEMENTS = bool(given.tables), workload.dtype
+    ELEMENTS = workload.dtype
 
     def whole(axis):
         """Whether an axis of the operand serves all indices."""
@@ -100,9 +108,6 @@ def attention_d_operand(workload, name, q_tile, kv_tile, dtype="float32"):
         for p, b, h, r, s in T.grid(parts, sizes["B"], sizes["H"], tiles_of(sizes["N"], q_tile), tiles_of(sizes["M"], kv_tile)):
             with T.sblock("attn"):
                 vp, vb, vh, vr, vs = T.axis.remap("SSSSS", [p, b, h, r, s])
-                if BOUND:
-                    T.reads(given.touched(*inputs))
-                    T.writes(given.touched(dX))
                 first, turns = T.meta_var(parts_of(of_batch * of_heads * of_queries, parts, vp))
                 sums = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                 tile = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
@@ -113,23 +118,33 @@ def attention_d_operand(workload, name, q_tile, kv_tile, dtype="float32"):
                     each(sums, "sum_init", "ij", lambda *_: T.float32(0))
                 for x in T.serial(turns):
                     with T.sblock("rows"):
+                        vx = T.axis.opaque(T.max(turns, 1), x)
+                        T.reads(given.touched(*inputs, sums))
+                        T.writes(given.touched(sums))
                         # Divisors are kept from zero: a compiler may divide before it knows that there is no turn.
-                        at = T.meta_var(first + x)
-                        e = T.axis.opaque(T.max(sequences, 1), vb + at // T.max(of_queries, 1) // T.max(of_heads, 1))
-                        head = T.axis.opaque(T.max(H, 1), vh + at // T.max(of_queries, 1) % T.max(of_heads, 1))
-                        u = T.axis.opaque(T.max(tiles_of(N, q_tile), 1), vr + at % T.max(of_queries, 1))
-                        if BOUND:
-                            T.reads(given.touched(*inputs, sums))
-                            T.writes(given.touched(sums))
+                        per_head, per_entry, row = T.meta_var((T.max(of_queries, 1), T.max(of_heads, 1), first + vx))
+                        # Kept in memory, or a compiler would write their divisions out wherever they are used.
+                        found = T.sblock_alloc_buffer((4,), "int32")
+                        with T.sblock("row"):
+                            found[0] = vb + row // per_head // per_entry
+                            found[1] = vh + row // per_head % per_entry
+                            found[2] = (vr + row % per_head) * q_tile
+                        e = T.bind(found[0])
+                        head = T.bind(found[1])
+                        q0 = T.bind(found[2])
                         part = T.meta_var(given.part(e, N, M))
-                        n, m, q0, g = T.meta_var((part.queries, part.keys, u * q_tile, head // (H // G)))
-                        tiles, key_turns, _ = T.meta_var(given.key_tiles(q0, q_tile, kv_tile, n, m))
+                        n, m, g = T.meta_var((part.queries, part.keys, head // (H // G)))
+                        key_tiles, key_turns, _ = T.meta_var(given.key_tiles(q0, q_tile, kv_tile, n, m))
+                        with T.sblock("key_tiles"):
+                            found[3] = key_tiles
+                        tiles = T.bind(found[3])
                         Q_tile = T.sblock_alloc_buffer((q_tile, D), ELEMENTS)
                         dO_tile = T.sblock_alloc_buffer((q_tile, DV), ELEMENTS)
                         LSE_tile = T.sblock_alloc_buffer((q_tile,), "float32")
                         delta_tile = T.sblock_alloc_buffer((q_tile,), "float32")
                         load(Q_tile, "Q_load", "ic", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, head, c])
-                        load(dO_tile, "dO_load", "ic", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, head, c])
+                        load(dO_tile, "dO_load", "ic", lambda i: q0 + i < n,
+                             lambda i, c: dO[part.entry, part.first_query + q0 + i, head, c])
                         load_statistics(LSE_tile, delta_tile, lambda i: q0 + i < n,
                                         lambda i: LSE[part.entry, head, part.first_query + q0 + i],
                                         lambda i: delta[part.entry, head, part.first_query + q0 + i])
@@ -187,8 +202,7 @@ def sum_of(out, name, axes, terms, value):
 def attention_fold_parts(workload, name):
     """PrimFunc (sums [parts, X] float32, dX [X]) -> None: dX = the sum over the parts, in their order, of all X elements of an operand, in
     its element type."""
-    argument = next(argument for argument in workload.arguments if argument.name == name)
-    dtype = argument.kind.dtype or workload.dtype
+    dtype = dtype_of(workload, name)
 
     @T.prim_func(s_tir=True)
     def fold_parts(s: T.handle, d_x: T.handle):

@@ -2,9 +2,10 @@
 import numpy as np
 import tvm
 
+from scripts.kernels import answer_gradients
 from te_defs import operand_reference
 from te_defs.flash_attention_backward import attention_delta
-from te_defs.operand_gradients import attention_d_operand, attention_d_sink, attention_fold_parts
+from te_defs.operand_gradients import attention_d_operand, attention_d_sink, attention_fold_parts, dtype_of
 from te_defs.workload import SINK
 from tests.backward import problem
 from tests.numbers import QUICK_LLVM
@@ -13,21 +14,25 @@ from tests.numbers import QUICK_LLVM
 class Plain:
     """The functions of one argument, unscheduled, compiled: (what a backward function is handed, scale, arguments, dlse) -> gradient.
 
-    parts  of the sums of a score's operand; 0: of one part, in the operand's type
+    parts     of the sums of a score's operand; 0: of one part, in the operand's type
+    compiled  functions that stand in their place
     """
 
-    def __init__(self, workload, name, parts=0, q_tile=32, kv_tile=16):
+    def __init__(self, workload, name, parts=0, compiled=None):
         self.workload, self.name, self.parts = workload, name, parts
         self.number = [argument.name for argument in workload.arguments].index(name)
         self.delta = tvm.compile(attention_delta(workload, through_lse=True), QUICK_LLVM)
-        self.functions = [tvm.compile(function, QUICK_LLVM) for function in self.declared(q_tile, kv_tile)]
+        self.functions = compiled or [tvm.compile(function, QUICK_LLVM) for function in self.declared(32, 16)]
 
     def declared(self, q_tile, kv_tile):
         if self.name == SINK.name:
             return [attention_d_sink(self.workload)]
-        dtype = self.workload.arguments[self.number].kind.dtype or self.workload.dtype
-        whole = [attention_d_operand(self.workload, self.name, q_tile, kv_tile, "float32" if self.parts else dtype)]
+        whole = [attention_d_operand(self.workload, self.name, q_tile, kv_tile, self.dtype)]
         return [*whole, attention_fold_parts(self.workload, self.name)] if self.parts else whole
+
+    @property
+    def dtype(self):
+        return "float32" if self.parts else dtype_of(self.workload, self.name)
 
     def __call__(self, dout, q, k, v, out, lse, scale, arguments, dlse):
         operand, (dout, q, k, v, out, lse, dlse) = arguments[self.number], map(tvm.runtime.tensor, (dout, q, k, v, out, lse, dlse))
@@ -43,6 +48,24 @@ class Plain:
         gradient = tvm.runtime.tensor(np.full(operand.size, np.nan, np.float32).astype(operand.dtype))
         self.functions[1](tvm.runtime.tensor(sums.numpy().reshape(self.parts, -1)), gradient)
         return gradient.numpy().reshape(operand.shape)
+
+
+class Called:
+    """The exported call of an artefact that makes gradients of `made`, in the same form; made twice, it gives the same bits."""
+
+    def __init__(self, module, workload, name, made, device=None):
+        self.backward, self.workload, self.made, self.device = module.flash_attention_backward, workload, made, device
+        self.name = name
+
+    def __call__(self, dout, q, k, v, out, lse, scale, arguments, dlse):
+        named, inputs = dict(zip([argument.name for argument in self.workload.arguments], arguments)), (dout, q, k, v, out, lse)
+        if self.workload.lengths == "packed":
+            inputs, dlse = [array[0] for array in inputs], dlse[0]
+            arguments = (*arguments, int(np.diff(arguments[-2]).max(initial=0)))  # max_k, from cu_seqlens_k
+        operands = [named[name] for name in self.made]
+        first, again = (answer_gradients(self.backward, inputs, scale, (*arguments, dlse), self.device, operands) for _ in range(2))
+        assert [array.tobytes() for array in first] == [array.tobytes() for array in again], "two runs differ"
+        return dict(zip(self.made, first[3:]))[self.name]
 
 
 def verdict(function, workload, name, shape, scale, arguments, lengths=(), seed=0, through_lse=True):

@@ -8,7 +8,6 @@ from tvm import s_tir
 
 from schedules import roles
 from schedules.families import cpu_backward
-from schedules.families.cpu import CONFIG, PIPELINE, compiler_options  # noqa: F401, the same here
 from schedules.stages import loops_of
 from te_defs.operand_gradients import attention_d_operand, attention_d_sink, attention_fold_parts
 

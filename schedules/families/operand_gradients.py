@@ -24,7 +24,7 @@ from tvm import s_tir
 
 from schedules import roles
 from schedules.families import simt_backward
-from schedules.families.simt import CONFIG, PIPELINE, compiler_options, own_patch  # noqa: F401, the same here
+from schedules.families.simt import own_patch
 from schedules.lowering.aligned_strides import ALIGNED_VIEWS
 from schedules.lowering.wide_offsets import WIDE_OFFSETS
 from schedules.stages import loops_of, unroll_all
@@ -44,11 +44,17 @@ def default_plan(workload, arch):
     return simt_backward.default_plan("dq", workload, arch)
 
 
+def budget(workload, arch, plan):
+    """What a plan takes, likewise at most; PlanError where it does not fit."""
+    return simt_backward.budget("dq", workload, arch, plan)
+
+
 def share_sums(sch, plan, role):
     """Put what is summed across threads into shared memory; the sums themselves run in registers."""
     for block in ("tile", "by_key", "by_query"):
         sch.set_scope(block, 0, "shared.dyn")
-    sch.set_scope("total", 0, "local")
+    for block in ("row", "total"):
+        sch.set_scope(block, 0, "local")
 
 
 def tile_sums(sch, plan, role):
@@ -77,8 +83,8 @@ STAGES = (*UNBOUND, simt_backward.bind_grid, simt_backward.bind_threads, bind_su
 
 def schedule(workload, name, plan, dtype, stages=STAGES, strided=False):
     """A fresh Schedule of the function that sums the gradient of a score's operand, as `dtype`."""
-    func = attention_d_operand(workload, name, plan.q_tile, plan.kv_tile, dtype).with_attr(WIDE_OFFSETS, True).with_attr(ALIGNED_VIEWS, True)
-    return roles.staged(func, stages, plan, ROLE, strided)
+    func = attention_d_operand(workload, name, plan.q_tile, plan.kv_tile, dtype).with_attr(WIDE_OFFSETS, True)
+    return roles.staged(func.with_attr(ALIGNED_VIEWS, True), stages, plan, ROLE, strided)
 
 
 def fold(workload, name):

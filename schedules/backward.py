@@ -5,8 +5,8 @@ from functools import partial
 
 from schedules.build import compiled
 from schedules.families import (
-    cpu, cpu_backward, cpu_operand_gradients, delta, dq_cast, mma_backward, operand_gradients, simt, simt_backward, wgmma_backward,
-    wgmma_fused_backward)
+    cpu_backward, cpu_operand_gradients, delta, dq_cast, mma_backward, mma_operand_gradients, operand_gradients, simt_backward,
+    wgmma_backward, wgmma_fused_backward)
 from schedules.plan import Plan, fitting
 from schedules.registry import NoSchedule
 from te_defs.operand_gradients import dtype_of, require_gradient
@@ -18,8 +18,8 @@ IN_ORDER, ANY_ORDER = "in-order", "any-order"
 FAMILIES = {IN_ORDER: (wgmma_backward, mma_backward, simt_backward, cpu_backward), ANY_ORDER: (wgmma_fused_backward,)}
 #: What a family that sums in order schedules.
 ROLES = ("dk_dv", "dq")
-#: For each kind of device who schedules gradients of tensors behind the scale, and the family whose pipeline lowers them.
-OPERANDS = {"cuda": (operand_gradients, simt), "cpu": (cpu_operand_gradients, cpu)}
+#: Who schedules gradients of tensors behind the scale, in order of preference.
+OPERAND_FAMILIES = (mma_operand_gradients, operand_gradients, cpu_operand_gradients)
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,13 @@ class Operands:
     """Gradients of tensors behind the scale.
 
     names   of these, in the order of a call
-    plan    tiles of queries and keys that a block sums; a CPU's or a simt Plan
+    family  the module that schedules them
+    plan    its Plan: q_tile queries and kv_tile keys are summed by a block
     blocks  where the tiles of an operand are fewer, their sums are made in parts
     """
 
     names: tuple = ()
+    family: object = None
     plan: Plan | None = None
     blocks: int = 0
 
@@ -87,7 +89,7 @@ def fit(family, workload, plans, arch, operands=Operands()):
     """Whether an architecture has room for plans, and for that of Operands."""
     budgets = [(family.budget, plans)] if adds(family) else [(partial(family.budget, role), getattr(plans, role)) for role in ROLES]
     if operands.names:
-        budgets.append((OPERANDS[arch.kind][0].budget, operands.plan))
+        budgets.append((operands.family.budget, operands.plan))
     return all(fitting([plan], budget, workload, arch) for budget, plan in budgets)
 
 
@@ -106,8 +108,10 @@ def operands(workload, names, arch):
     for name in names:
         require_gradient(workload, name)
     names = tuple(argument.name for argument in workload.arguments if argument.name in names)
-    scheduler, _ = OPERANDS[arch.kind]
-    return Operands(names, scheduler.default_plan(workload, arch), scheduler.BLOCKS) if names else Operands()
+    if not names:
+        return Operands()
+    family = next(family for family in OPERAND_FAMILIES if family.decline(workload, arch) is None)
+    return Operands(names, family, family.default_plan(workload, arch), family.BLOCKS)
 
 
 def operand_function_names(names, place=1):
@@ -120,13 +124,12 @@ def operand_function_names(names, place=1):
 
 def build_operands(workload, operands, arch, place=1, strided=False):
     """The functions of Operands, `compiled`."""
-    scheduler, family = OPERANDS[arch.kind]
-    parts = []
+    parts, family = [], operands.family
     for name in operands.names:
         if name == SINK.name:
-            parts += [scheduler.sink(workload), None, None]
+            parts += [family.sink(workload), None, None]
         else:
-            parts += [*(scheduler.schedule(workload, name, operands.plan, dtype, strided=strided)
-                        for dtype in (dtype_of(workload, name), "float32")), scheduler.fold(workload, name)]
+            parts += [*(family.schedule(workload, name, operands.plan, dtype, strided=strided)
+                        for dtype in (dtype_of(workload, name), "float32")), family.fold(workload, name)]
     symbols = operand_function_names(operands.names, place)
     return compiled({symbol: sch.mod["main"] for symbol, sch in zip(symbols, parts) if symbol}, family, arch)

@@ -14,6 +14,7 @@ from schedules.artefact.variant import limits_of
 from schedules.plan import Plan, fitting
 from scripts import cli, options
 from scripts.kernels import build_gradients, build_kernels, write_artefact
+from te_defs.operand_gradients import require_gradient
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ def run(args):
         raise cli.UsageError(f"--output must be a file that ends in .so, found {str(args.output)!r}: name one")
     if args.gradients_of and not args.backward:
         raise cli.UsageError(f"--gradients-of goes with --backward, found {' '.join(args.gradients_of)} alone: add it")
+    for name in args.gradients_of:  # before anything is built
+        require_gradient(workload, name)
     output = args.output or Path("build", device.slug or device.arch.name, f"{workload.name}.so")
     first, *further = choices = chosen(args, device, workload)
     cli.echo(command="export", device=device.description, workload=workload.name, family=first.family.NAME, plan=str(first.plan),

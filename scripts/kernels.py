@@ -121,7 +121,7 @@ def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, 
             module = backward.build(family, workload, plans, arch, number, strided)
         compiled = log.kernels if log else ()
         if operands.names:
-            with compiler(arch, archs, {})[1] as log:
+            with compiler(arch, archs, operands.family.compiler_options(operands.plan))[1] as log:
                 module.import_module(backward.build_operands(workload, operands, arch, number, strided))
             compiled = *compiled, *(log.kernels if log else ())
         variant = variant_of(module, family, arch, plans, compiled, serves=Calls(strided=strided), portable=runs_later)

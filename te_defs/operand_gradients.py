@@ -39,7 +39,7 @@ def require_gradient(workload, name):
 
     argument = next((argument for argument in workload.arguments if argument.name == name), None)
     if argument is None:
-        refuse(f"that {workload.name} has only {', '.join(it.name for it in workload.arguments) or 'no arguments'} behind the scale")
+        refuse(f"that {workload.name} has {', '.join(it.name for it in workload.arguments) or 'nothing'} behind the scale")
     if not argument.kind.axes:
         refuse("a number, and only tensors have gradients")
     if "float" not in (argument.kind.dtype or workload.dtype):
@@ -108,7 +108,12 @@ def attention_d_operand(workload, name, q_tile, kv_tile, dtype="float32"):
         for p, b, h, r, s in T.grid(parts, sizes["B"], sizes["H"], tiles_of(sizes["N"], q_tile), tiles_of(sizes["M"], kv_tile)):
             with T.sblock("attn"):
                 vp, vb, vh, vr, vs = T.axis.remap("SSSSS", [p, b, h, r, s])
-                first, turns = T.meta_var(parts_of(of_batch * of_heads * of_queries, parts, vp))
+                # A tile of queries and keys that no query sees has no turns; only uniform lengths have such owners.
+                last, seen, _ = T.meta_var(given.key_tiles(vr * q_tile, q_tile, kv_tile, N, M))
+                summed = T.meta_var(tirx.Or(whole("N"), whole("M")))
+                all_turns = T.meta_var(of_batch * of_heads * of_queries)
+                first, turns = T.meta_var(parts_of(tirx.Select(
+                    tirx.Or(summed, tirx.And(vs < last, vs >= last - seen)), all_turns, 0), parts, vp))
                 sums = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                 tile = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                 by_key = T.sblock_alloc_buffer((kv_tile,), "float32")
@@ -148,9 +153,7 @@ def attention_d_operand(workload, name, q_tile, kv_tile, dtype="float32"):
                         load_statistics(LSE_tile, delta_tile, lambda i: q0 + i < n,
                                         lambda i: LSE[part.entry, head, part.first_query + q0 + i],
                                         lambda i: delta[part.entry, head, part.first_query + q0 + i])
-                        # An owner's own tile of keys has a turn where the mask lets a row see it.
-                        seen = T.meta_var(T.And(vs < tiles, vs >= tiles - key_turns))
-                        for t in T.serial(tirx.Select(whole("M"), key_turns, tirx.Select(seen, 1, 0))):
+                        for t in T.serial(over("M", key_turns)):
                             with T.sblock("kv"):
                                 w = T.axis.opaque(T.max(tiles_of(M, kv_tile), 1), tirx.Select(whole("M"), tiles - 1 - t, vs))
                                 k0 = T.meta_var(w * kv_tile)

@@ -37,7 +37,8 @@ class FactorsAndRows(Score):
     marks: tensor("M", "int32")
 
     def modify(self, s, b, h, i, j, q_len, kv_len):
-        return s * self.factors[h] * self.factors[h] + tirx.exp(self.rows[i, b]) * (j % 5).astype("float32") + self.marks[j].astype("float32")
+        of_key, mark = (j % 5).astype("float32"), self.marks[j].astype("float32")
+        return s * self.factors[h] * self.factors[h] + tirx.exp(self.rows[i, b]) * of_key + mark
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""Gradients of tensors behind the scale through flash_attention_backward of an artefact of the CPU: what they are, who gets none, and what is
-refused."""
+"""Gradients of tensors behind the scale through flash_attention_backward of a CPU's artefact: what they are, and what is refused."""
 import json
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ from schedules.arch import cpu_arch
 from schedules.artefact.cases import check_cases, write_cases
 from schedules.artefact.export import export_artefact
 from schedules.artefact.manifest import describe
+from schedules.families import cpu_operand_gradients
 from scripts import export, run
 from scripts.cli import UsageError
 from scripts.kernels import build_gradients
@@ -149,6 +149,7 @@ def test_the_manifest_names_them(module):
     assert told["signature"].endswith("scale, bias, sink, dlse=None, dbias=None, dsink=None)") and told["operands"] == ["bias", "sink"]
     (variant,) = told["variants"]
     assert variant["operands"]["sink"]["workspace_bytes"] == 0 < variant["operands"]["bias"]["workspace_bytes"] <= 2**24
+    assert variant["operands"]["bias"]["family"] == cpu_operand_gradients.NAME
     assert set(variant["operands"]["bias"]["plan"]) >= {"q_tile", "kv_tile"}
 
 

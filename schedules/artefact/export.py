@@ -67,7 +67,8 @@ def functions_of(variant, workload, place, backward):
     below zero takes these, too. None is what a variant has not."""
     if backward:
         names = function_names(variant.adds, place)
-        return *names, *[None] * (len(function_names(True)) - len(names)), *operand_function_names(variant.operands.names, place)
+        names += (None,) * (len(function_names(True)) - len(names))
+        return *names, *operand_function_names(variant.operands.names, place)
     kernel, negative = kernel_names(place)
     return kernel, negative if True in signs(workload) else kernel
 

@@ -67,8 +67,9 @@ def _describe_backward(workload, gradients):
         "operands": gradients[0].operands.names,
         "variants": [{**_describe_variant(variant), "order": "any" if variant.adds else "fixed",
                       "workspace_bytes": rows + f" * {1 + workload.head_dim}" * variant.adds,
-                      "operands": {name: {"workspace_bytes": variant.operands.workspace_bytes(workload, name), "plan": asdict(
-                          variant.operands.plan)} for name in variant.operands.names}} for variant in gradients],
+                      "operands": {name: {"family": variant.operands.family.NAME, "plan": asdict(variant.operands.plan),
+                                          "workspace_bytes": variant.operands.workspace_bytes(workload, name)}
+                                   for name in variant.operands.names}} for variant in gradients],
     }
 
 

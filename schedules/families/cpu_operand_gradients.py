@@ -8,6 +8,7 @@ from tvm import s_tir
 
 from schedules import roles
 from schedules.families import cpu_backward
+from schedules.families.cpu import CONFIG, PIPELINE, compiler_options  # noqa: F401, the same here
 from schedules.stages import loops_of
 from te_defs.operand_gradients import attention_d_operand, attention_d_sink, attention_fold_parts
 
@@ -18,9 +19,19 @@ ROLE = cpu_backward.Role(attention_d_operand, "j", ("K_load", "V_load"), ("Q_loa
 BLOCKS = 64
 
 
+def decline(workload, arch):
+    """Why this does not take a workload, or None."""
+    return cpu_backward.decline(workload, arch)
+
+
 def default_plan(workload, arch):
     """That of dK and dV, which has the same tiles and more to sum."""
     return cpu_backward.default_plan("dk_dv", workload, arch)
+
+
+def budget(workload, arch, plan):
+    """What a plan takes, likewise at most; PlanError where it does not fit."""
+    return cpu_backward.budget("dk_dv", workload, arch, plan)
 
 
 def schedule(workload, name, plan, dtype, stages=cpu_backward.STAGES, strided=False):

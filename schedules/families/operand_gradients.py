@@ -1,4 +1,4 @@
-"""The functions of te_defs/operand_gradients.py on CUDA cores, beside any family of the backward pass on a GPU.
+"""The functions of te_defs/operand_gradients.py on CUDA cores of any GPU, beside any family of the backward pass.
 
 The idea is that of simt_backward.py: a thread owns a patch of S, of dP and of the sums, which stay in its registers over all tiles that its
 block walks over. What an axis of size one still asks for is summed once at the end, through shared memory: the keys and the queries of the
@@ -17,14 +17,14 @@ The finished nest, one line a group of blocks; rows are @threadIdx.y, columns @t
       tile by_key by_query total                  shared, then a key or a query a thread
       dX                                          neighbouring threads store neighbours
 
-Offsets have 64 bits, as in the families beside it.
+Offsets into dO, Q, K and V have 64 bits, as in the families beside it; operands have fewer than 2^31 elements.
 """
 import tvm
 from tvm import s_tir
 
 from schedules import roles
 from schedules.families import simt_backward
-from schedules.families.simt import own_patch
+from schedules.families.simt import CONFIG, PIPELINE, compiler_options, own_patch  # noqa: F401, the same here
 from schedules.lowering.aligned_strides import ALIGNED_VIEWS
 from schedules.lowering.wide_offsets import WIDE_OFFSETS
 from schedules.stages import loops_of, unroll_all
@@ -37,6 +37,11 @@ ROLE = simt_backward.Role(attention_d_operand, "i", ("Q_load", "dO_load"), ("K_l
 THREADS = 128
 #: Blocks that keep a GPU busy to its end: where operands have fewer tiles than this, their sums are made in parts.
 BLOCKS = 1024
+
+
+def decline(workload, arch):
+    """Why this does not take a workload, or None."""
+    return simt_backward.decline(workload, arch)
 
 
 def default_plan(workload, arch):
@@ -57,34 +62,51 @@ def share_sums(sch, plan, role):
         sch.set_scope(block, 0, "local")
 
 
+def split_sums(sch, rows, columns):
+    """Deal keys, queries and what is stored to so many rows and columns of threads."""
+    for block in ("by_key", "by_query"):
+        copy = sch.cache_write(block, 0, "local")
+        *_, thread = sch.split(loops_of(sch, block)[0], factors=[None, rows, columns])
+        sch.reverse_compute_at(copy, thread)
+    sch.split(sch.fuse(*loops_of(sch, "dX")), factors=[None, rows, columns])
+
+
 def tile_sums(sch, plan, role):
     """A thread copies its patch, sums a key or a query, and stores every so manieth element."""
     unroll_all(sch, own_patch(sch, "tile", plan)[1:])
-    for block in ("by_key", "by_query"):
-        copy = sch.cache_write(block, 0, "local")
-        *_, thread = sch.split(loops_of(sch, block)[0], factors=[None, plan.thread_rows, plan.thread_columns])
-        sch.reverse_compute_at(copy, thread)
-    sch.split(sch.fuse(*loops_of(sch, "dX")), factors=[None, plan.thread_rows, plan.thread_columns])
+    split_sums(sch, plan.thread_rows, plan.thread_columns)
 
 
 def bind_sums(sch, plan, role):
-    """Bind the loops of these blocks as those of all others."""
-    for block, first in (("tile", 0), ("by_key", 1), ("by_query", 1), ("dX", 1)):
-        row, column = loops_of(sch, block)[first:first + 2]
+    """Bind what `split_sums` has dealt."""
+    for block in ("by_key", "by_query", "dX"):
+        _, row, column = loops_of(sch, block)[:3]
         sch.bind(row, "threadIdx.y")
         sch.bind(column, "threadIdx.x")
+
+
+def bind_copy(sch, plan, role):
+    """Bind the patches of the copy of the sums."""
+    row, column = loops_of(sch, "tile")[:2]
+    sch.bind(row, "threadIdx.y")
+    sch.bind(column, "threadIdx.x")
 
 
 #: As many as have no thread yet, then the others.
 UNBOUND = (simt_backward.widen_inputs, simt_backward.share_tiles, simt_backward.keep_in_registers, share_sums, simt_backward.tile_products,
            simt_backward.tile_elements, simt_backward.tile_copies, tile_sums)
-STAGES = (*UNBOUND, simt_backward.bind_grid, simt_backward.bind_threads, bind_sums, simt_backward.separate_init)
+STAGES = (*UNBOUND, simt_backward.bind_grid, simt_backward.bind_threads, bind_copy, bind_sums, simt_backward.separate_init)
+
+
+def declare(workload, name, plan, dtype):
+    """The plain function at the plan's tile, for tensors of any size."""
+    func = attention_d_operand(workload, name, plan.q_tile, plan.kv_tile, dtype).with_attr(WIDE_OFFSETS, ["dO", "Q", "K", "V"])
+    return func.with_attr(ALIGNED_VIEWS, True)
 
 
 def schedule(workload, name, plan, dtype, stages=STAGES, strided=False):
     """A fresh Schedule of the function that sums the gradient of a score's operand, as `dtype`."""
-    func = attention_d_operand(workload, name, plan.q_tile, plan.kv_tile, dtype).with_attr(WIDE_OFFSETS, True)
-    return roles.staged(func.with_attr(ALIGNED_VIEWS, True), stages, plan, ROLE, strided)
+    return roles.staged(declare(workload, name, plan, dtype), stages, plan, ROLE, strided)
 
 
 def fold(workload, name):

@@ -45,8 +45,8 @@ def make_parser():
                              "these architectures, tuned where a log is for that, else with the default plan; can be repeated")
     options.add_backward(parser, "put the gradients in, too: a function flash_attention_backward")
     parser.add_argument("--gradients-of", nargs="+", default=[], metavar="NAME",
-                        help="tensors behind the scale whose gradients it makes, too, such as bias, slopes or sink: further outputs, behind "
-                             "dlse, in the order of the call")
+                        help="tensors behind the scale whose gradients it makes, too, such as bias, slopes or sink: further outputs "
+                             "behind dlse, in the order of the call")
     parser.add_argument("--output", type=Path, default=None, help="the .so to write; None: build/<device>/<workload>.so")
     parser.add_argument("--seed", type=options.seed, default=0, help="seed of the check cases")
     return parser

@@ -209,8 +209,8 @@ def extra_arguments(known, numbers, shape, rng, device):
 
 
 def measure(module, manifest, shape, numbers, seed, repeat, device):
-    """[(name of a call, its median and spread in milliseconds)] on random data of one shape (batch, heads, key heads, queries, keys) with
-    these numbers behind the scale."""
+    """[(what a call is, its median and spread in milliseconds)] on random data of one shape (batch, heads, key heads, queries, keys) with
+    these numbers behind the scale: the forward pass, gradients, and these with those of tensors behind the scale."""
     workload = manifest["workload"]
     batch, heads, kv_heads, q_len, kv_len = shape
     rng = np.random.default_rng(seed)
@@ -223,17 +223,22 @@ def measure(module, manifest, shape, numbers, seed, repeat, device):
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     behind = workload["head_dim"] ** -0.5, *extra_arguments(manifest["arguments"], numbers, shape, rng, device)
     tensors = call_arguments(q, k, v, device)
-    calls = [(FORWARD, (*tensors, *behind, *length_arguments(lengths, device)))]
+    calls = [("", FORWARD, (*tensors, *behind, *length_arguments(lengths, device)))]
     if manifest.get("backward"):
         dout = rng.standard_normal(tensors[3].shape, np.float32).astype(workload["dtype"])
         gradients = [tvm.runtime.tensor(np.empty_like(array), device) for array in (q, k, v)]
-        calls.append((BACKWARD, (tvm.runtime.tensor(dout, device), *tensors, *gradients, *behind,
-                                 *length_arguments(with_most_keys(lengths), device))))
+        backward = (tvm.runtime.tensor(dout, device), *tensors, *gradients, *behind, *length_arguments(with_most_keys(lengths), device))
+        calls.append((", backward", BACKWARD, backward))
+        names, made = [argument["name"] for argument in manifest["arguments"]], manifest["backward"].get("operands", ())
+        like = [behind[1 + names.index(name)].numpy() for name in made]
+        if made:
+            further = [tvm.runtime.tensor(np.empty_like(array), device) for array in like]
+            calls.append((f", backward with {' '.join(made)}", BACKWARD, (*backward, None, *further)))
     found = []
-    for name, arguments in calls:  # the forward pass first, whose out and lse the other takes
+    for label, name, arguments in calls:  # the forward pass first, whose out and lse the other takes
         timer = module.time_evaluator(name, device, number=1, repeat=repeat, min_repeat_ms=20)
         times = [1e3 * seconds for seconds in timer(*arguments).results]
-        found.append((name, statistics.median(times), min(times), max(times)))
+        found.append((label, statistics.median(times), min(times), max(times)))
     return found
 
 
@@ -305,8 +310,7 @@ def run(args):
     for length in args.lengths:
         shape = (args.batch, args.heads, args.kv_heads, length, length)
         sizes = "".join(f", {name} {value:g}" for name, value in zip(names, numbers))
-        for call, median, least, most in measure(module, manifest, shape, numbers, args.seed, args.repeat, device):
-            label = ", backward" if call == BACKWARD else ""
+        for label, median, least, most in measure(module, manifest, shape, numbers, args.seed, args.repeat, device):
             print(f"  batch {args.batch}, heads {args.heads}, length {length}{sizes}{label}: {median:.3f} ms ({least:.3f} to {most:.3f})")
 
 

@@ -10,7 +10,7 @@ from schedules import backward
 from schedules.arch import cpu_arch, cuda_arch
 from schedules.build import compiled
 from schedules.families import mma_operand_gradients, operand_gradients
-from schedules.lowering.cuda_compile import cuda_compiler
+from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from te_defs import operand_reference, reference
 from te_defs.lengths import sample
 from te_defs.operand_gradients import dtype_of, require_gradient
@@ -111,21 +111,22 @@ class TestScheduled:
         scheduled = family.schedule(workload, "bias", family.default_plan(workload, arch), workload.dtype, family.UNBOUND)
         check(Plain(workload, "bias", compiled=[tvm.compile(scheduled.mod, QUICK_LLVM)]), workload, "bias", CALLS[:6])
 
-    @pytest.mark.parametrize("family, name, arch, strided", [
-        (mma_operand_gradients, "fwd_d64_dv64_f16_causal+bias+sink", "sm_80", False),
-        (mma_operand_gradients, "fwd_d128_dv128_bf16_full+bias", "sm_90a", True),
-        (operand_gradients, "fwd_d128_dv128_bf16_full+alibi+packed", "sm_90a", True)], ids=["mma", "mma-views", "simt"])
-    def test_cuda_compiles_without_spills(self, toolkit, family, name, arch, strided):
+    @pytest.mark.parametrize("family, name, arch, strided, spills", [
+        (mma_operand_gradients, "fwd_d64_dv64_f16_causal+bias+sink", "sm_80", False, 0),
+        (mma_operand_gradients, "fwd_d128_dv128_bf16_full+bias", "sm_90a", True, 24),
+        (operand_gradients, "fwd_d128_dv128_bf16_full+alibi+packed", "sm_90a", True, 0)], ids=["mma", "mma-views", "simt"])
+    def test_cuda_compiles_with_hardly_a_spill(self, toolkit, family, name, arch, strided, spills):
+        """ptxas gives up a few bytes to fit one block more on a multiprocessor."""
         workload, arch = Workload.parse(name), cuda_arch(arch)
         operand, *others = (argument.name for argument in workload.arguments)
         parts = [family.schedule(workload, operand, family.default_plan(workload, arch), dtype_of(workload, operand), strided=strided),
                  family.fold(workload, operand), *(family.sink(workload) for _ in others)]
-        with cuda_compiler(toolkit, (arch.name,)) as log:
+        options = CudaOptions(**family.compiler_options(family.default_plan(workload, arch)))
+        with cuda_compiler(toolkit, (arch.name,), options) as log:
             module = compiled({f"part{number}": sch.mod["main"] for number, sch in enumerate(parts)}, family, arch)
         assert not log.last.warnings
         entries = [entry for kernel in log.kernels for entry in kernel.resources]
-        # Two addresses of views may not fit beside the fragments.
-        assert len(entries) == len(parts) and max(entry.spill_store_bytes for entry in entries) <= 8 * strided
+        assert len(entries) == len(parts) and max(entry.spill_store_bytes for entry in entries) <= spills
         assert ("mma.sync" in module.imports[0].inspect_source()) == (family is mma_operand_gradients)
 
 

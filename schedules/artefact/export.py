@@ -63,8 +63,8 @@ def export_artefact(variants, workload, path, manifest, cases, gradients=()):
 
 
 def functions_of(variant, workload, place, backward):
-    """Symbols of the functions that an artefact calls of a variant in this place, in the order of call.h; a kernel without a twin for scales
-    below zero takes these, too. None is what a variant has not."""
+    """Symbols of the functions that an artefact calls of a variant in this place, in the order of call.h, None for what it has not; a kernel
+    without a twin for scales below zero takes these, too."""
     if backward:
         names = function_names(variant.adds, place)
         names += (None,) * (len(function_names(True)) - len(names))

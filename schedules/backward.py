@@ -114,22 +114,27 @@ def operands(workload, names, arch):
     return Operands(names, family, family.default_plan(workload, arch), family.BLOCKS)
 
 
-def operand_function_names(names, place=1):
-    """Symbols of the functions for these operands, three each: that sums it whole, in its own type, that sums it in parts, and that adds
-    these up; the sink has but one."""
+def operand_function_names(workload, names, place=1):
+    """Symbols of the functions for these operands, three each: that sums it whole, in its own type, that sums it in parts, in float32,
+    which may be the same, and that adds these up; the sink has but one."""
     suffix = "" if place == 1 else f"_variant{place}"
-    return tuple(f"attention_backward_d_{name}{part}{suffix}" if not part or name != SINK.name else None
-                 for name in names for part in ("", "_parts", "_fold"))
+
+    def named(name, part):
+        return f"attention_backward_d_{name}{part}{suffix}"
+    return tuple(symbol for name in names for symbol in (
+        (named(name, ""), None, None) if name == SINK.name else
+        (named(name, ""), named(name, "" if dtype_of(workload, name) == "float32" else "_parts"), named(name, "_fold"))))
 
 
 def build_operands(workload, operands, arch, place=1, strided=False):
     """The functions of Operands, `compiled`."""
-    parts, family = [], operands.family
+    functions, family = {}, operands.family
     for name in operands.names:
+        whole, parts, fold = operand_function_names(workload, (name,), place)
         if name == SINK.name:
-            parts += [family.sink(workload), None, None]
-        else:
-            parts += [*(family.schedule(workload, name, operands.plan, dtype, strided=strided)
-                        for dtype in (dtype_of(workload, name), "float32")), family.fold(workload, name)]
-    symbols = operand_function_names(operands.names, place)
-    return compiled({symbol: sch.mod["main"] for symbol, sch in zip(symbols, parts) if symbol}, family, arch)
+            functions[whole] = family.sink(workload)
+            continue
+        for symbol, dtype in {whole: dtype_of(workload, name), parts: "float32"}.items():
+            functions[symbol] = family.schedule(workload, name, operands.plan, dtype, strided=strided)
+        functions[fold] = family.fold(workload, name)
+    return compiled({symbol: sch.mod["main"] for symbol, sch in functions.items()}, family, arch)

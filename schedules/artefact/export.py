@@ -63,12 +63,12 @@ def export_artefact(variants, workload, path, manifest, cases, gradients=()):
 
 
 def functions_of(variant, workload, place, backward):
-    """Symbols of the functions that an artefact calls of a variant in this place, in the order of call.h, None for what it has not; a kernel
-    without a twin for scales below zero takes these, too."""
+    """Symbols of the functions that an artefact calls of a variant in this place, in the order of call.h, None for what it has not; a
+    kernel without a twin for scales below zero takes these, too."""
     if backward:
         names = function_names(variant.adds, place)
         names += (None,) * (len(function_names(True)) - len(names))
-        return *names, *operand_function_names(variant.operands.names, place)
+        return *names, *operand_function_names(workload, variant.operands.names, place)
     kernel, negative = kernel_names(place)
     return kernel, negative if True in signs(workload) else kernel
 

@@ -1,4 +1,6 @@
 """Gradients of tensors behind the scale on the CPU, and what the reference says of them."""
+import functools
+
 import numpy as np
 import tvm
 
@@ -6,9 +8,14 @@ from scripts.kernels import answer_gradients
 from te_defs import operand_reference
 from te_defs.flash_attention_backward import attention_delta
 from te_defs.operand_gradients import attention_d_operand, attention_d_sink, attention_fold_parts, dtype_of
-from te_defs.workload import SINK
+from te_defs.workload import SINK, Workload
 from tests.backward import problem
 from tests.numbers import QUICK_LLVM
+
+
+@functools.cache
+def _delta(dtype, value_dim):
+    return tvm.compile(attention_delta(Workload(value_dim, value_dim, dtype), through_lse=True), QUICK_LLVM)
 
 
 class Plain:
@@ -21,7 +28,7 @@ class Plain:
     def __init__(self, workload, name, parts=0, compiled=None):
         self.workload, self.name, self.parts = workload, name, parts
         self.number = [argument.name for argument in workload.arguments].index(name)
-        self.delta = tvm.compile(attention_delta(workload, through_lse=True), QUICK_LLVM)
+        self.delta = _delta(workload.dtype, workload.value_dim)
         self.functions = compiled or [tvm.compile(function, QUICK_LLVM) for function in self.declared(32, 16)]
 
     def declared(self, q_tile, kv_tile):

@@ -93,15 +93,16 @@ def test_what_has_no_gradient_is_told_why(features, name, reason):
 class TestScheduled:
     """The functions for CUDA, before their first bind and compiled; those of a CPU are in artefacts."""
 
-    @pytest.mark.parametrize("family, name", [(operand_gradients, "fwd_d32_dv64_f16_causal+bias"),
-                                              (mma_operand_gradients, "fwd_d64_dv128_bf16_causal+bias")], ids=["simt", "mma"])
-    def test_cuda_before_threads(self, family, name):
-        workload, arch = Workload.parse(name), cuda_arch("sm_80")
-        scheduled = family.schedule(workload, "bias", family.default_plan(workload, arch), workload.dtype, family.UNBOUND)
+    @pytest.mark.parametrize("family, name, smaller", [
+        (operand_gradients, "fwd_d32_dv64_f16_causal+bias", {"q_tile": 32, "kv_tile": 16}),
+        (mma_operand_gradients, "fwd_d64_dv128_bf16_causal+bias", {"q_tile": 32, "kv_tile": 32, "warps": 2})], ids=["simt", "mma"])
+    def test_cuda_before_threads(self, family, name, smaller):
+        workload, plan = Workload.parse(name), family.default_plan(Workload.parse(name), cuda_arch("sm_80")).but(**smaller)
+        scheduled = family.schedule(workload, "bias", plan, workload.dtype, family.UNBOUND)
         check(Plain(workload, "bias", compiled=[tvm.compile(scheduled.mod, QUICK_LLVM)]), workload, "bias", CALLS[:2] + CALLS[4:6])
 
     @pytest.mark.parametrize("family, name, arch, strided", [
-        (mma_operand_gradients, "fwd_d64_dv64_f16_causal+bias+sink", "sm_80", False),
+        (mma_operand_gradients, "fwd_d64_dv64_f16_full+bias+sink", "sm_80", False),
         (operand_gradients, "fwd_d128_dv128_bf16_full+alibi+packed", "sm_90a", True)], ids=["mma", "simt"])
     def test_cuda_compiles_without_spills(self, toolkit, family, name, arch, strided):
         workload, arch = Workload.parse(name), cuda_arch(arch)

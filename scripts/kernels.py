@@ -101,7 +101,7 @@ def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1
             for number, (found, (of, entry, serves)) in enumerate(zip(figures, wanted), place)]
 
 
-def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, order=backward.IN_ORDER):
+def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, order=backward.IN_ORDER, operands=()):
     """Kernels of the gradients of a workload, lowered for `arch`: one, or where views with strides have one of their own, two.
 
     archs   further architectures, as in `build_kernel`
@@ -109,16 +109,23 @@ def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, 
     family  None: the first that takes the workload
     plans   schedules.backward.Plans; None: the family's seeds
     order   in which dQ is summed, a key of schedules.backward.FAMILIES
+    operands  names of tensors behind the scale whose gradients are made, too
     """
+    operands = backward.operands(workload, operands, arch)
     family = family or backward.taker(workload, arch, order)
     plans = plans or backward.default_plans(family, workload, arch)
-    runs_later, kernels = portable(arch, lambda row: backward.fit(family, workload, plans, row)), []
+    runs_later, kernels = portable(arch, lambda row: backward.fit(family, workload, plans, row, operands)), []
     for number, strided in enumerate(family.STRIDED, place):
         toolkit, compiling = compiler(arch, archs, family.compiler_options(getattr(plans, "dk_dv", plans)))
         with compiling as log:
             module = backward.build(family, workload, plans, arch, number, strided)
-        variant = variant_of(module, family, arch, plans, log.kernels if log else (), serves=Calls(strided=strided), portable=runs_later)
-        kernels.append(Kernel(replace(variant, sum_rows=plans.q_tile if backward.adds(family) else 0), toolkit))
+        compiled = log.kernels if log else ()
+        if operands.names:
+            with compiler(arch, archs, operands.family.compiler_options(operands.plan))[1] as log:
+                module.import_module(backward.build_operands(workload, operands, arch, number, strided))
+            compiled = *compiled, *(log.kernels if log else ())
+        variant = variant_of(module, family, arch, plans, compiled, serves=Calls(strided=strided), portable=runs_later)
+        kernels.append(Kernel(replace(variant, sum_rows=plans.q_tile if backward.adds(family) else 0, operands=operands), toolkit))
     return kernels
 
 
@@ -129,7 +136,9 @@ def write_artefact(kernels, workload, path, seed=0, gradients=()):
     """
     variants, backward_variants = ([kernel.variant for kernel in some] for some in (kernels, gradients))
     manifest = describe(workload, variants, kernels[0].toolkit, backward_variants)
-    return export_artefact(variants, workload, path, manifest, check_cases(workload, seed, bool(gradients)), backward_variants)
+    operands = backward_variants[0].operands.names if backward_variants else ()
+    cases = check_cases(workload, seed, bool(gradients), operands)
+    return export_artefact(variants, workload, path, manifest, cases, backward_variants)
 
 
 def build_artefact(family_name, workload, plan, arch, path, measured=None, order=None):
@@ -174,16 +183,18 @@ def answer(forward, inputs, scale, arguments=(), device=None, storage="contiguou
     return found, lse.numpy()
 
 
-def answer_gradients(backward, inputs, scale, arguments=(), device=None):
-    """[dq, dk, dv] of one call of an exported function as NumPy arrays; the outputs hold NaN before.
+def answer_gradients(backward, inputs, scale, arguments=(), device=None, operands=()):
+    """[dq, dk, dv, gradients of operands] of one call of an exported function as NumPy arrays; the outputs hold NaN before.
 
     inputs     dout, q, k, v, out and lse
-    arguments  what follows the scale
+    arguments  what follows the scale, with dlse or None where there are operands
+    operands   of the arguments, those whose gradients are asked for
     """
     outputs = [np.full(array.shape, np.nan, np.float32).astype(array.dtype) for array in inputs[1:4]]
     tensors = [tvm.runtime.tensor(np.ascontiguousarray(array), device) for array in (*inputs, *outputs)]
-    backward(*tensors, scale, *on_device(arguments, device))
-    return [tensor.numpy() for tensor in tensors[6:]]
+    of_operands = [tvm.runtime.tensor(np.full(array.shape, np.nan, np.float32).astype(array.dtype), device) for array in operands]
+    backward(*tensors, scale, *on_device(arguments, device), *of_operands)
+    return [tensor.numpy() for tensor in (*tensors[6:], *of_operands)]
 
 
 class DLTensor(ctypes.Structure):

@@ -30,11 +30,11 @@ def each(out, name, axes, value):
         T.buffer_store(out, value(*place), place)
 
 
-def load(out, name, axes, exists, source, channels):
-    """Copy a tile out [rows, channels] from source(row, channel), with zeros where a row does not exist, and past so many channels where it
-    has more; they are asked for 8 at a time, so that wide copies stay whole."""
+def load(out, name, axes, exists, source, channels=None):
+    """Copy a tile out [rows, channels] from source(row, channel), with zeros where a row does not exist, and past so many channels, if any
+    number is given, where it has more; they are asked for 8 at a time, so that wide copies stay whole."""
     def there(row, c):
-        return exists(row) if channels == int(out.shape[1]) else tirx.And(exists(row), c // 8 < channels // 8)
+        return exists(row) if channels in (None, int(out.shape[1])) else tirx.And(exists(row), c // 8 < channels // 8)
     each(out, name, axes, lambda row, c: T.if_then_else(there(row, c), source(row, c), T.cast(0.0, out.dtype)))
 
 

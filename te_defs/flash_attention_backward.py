@@ -35,7 +35,7 @@ from tvm.script import tirx as T
 from te_defs.arguments import parameter
 from te_defs.blocks import block, each, load, product
 from te_defs.flash_attention import LOG2_E
-from te_defs.integers import minimum, round_up
+from te_defs.integers import minimum, round_up, tiles_of
 from te_defs.lengths import LENGTHS
 
 
@@ -75,7 +75,7 @@ def attention_delta(workload, through_lse=False):
 
 
 class Parameters:
-    """What both functions take behind the scale, and what they read from it."""
+    """What functions of the backward pass take behind the scale, and what they read from it."""
 
     def __init__(self, workload):
         arguments = [parameter(argument, workload.dtype) for argument in workload.arguments]
@@ -84,7 +84,7 @@ class Parameters:
         self.tables = [tirx.decl_buffer((tirx.Var("numbers", "int32"),), "int32", name=name) for name in self.lengths.tensors]
         self.longest = [tirx.Var(name, "int32") for name in self.lengths.backward_integers]
         self.all = [*arguments, *self.tables, *self.longest]
-        self.operands = [value for value, argument in zip(arguments, workload.arguments) if argument.kind.axes]
+        self.operands = {argument.name: value for argument, value in zip(workload.arguments, arguments) if argument.kind.axes}
 
     def of(self, func):
         """The function with these parameters behind its own."""
@@ -160,10 +160,9 @@ class Parameters:
             return ds
         return T.if_then_else(p > T.float32(0), ds * self.score.derivative(s * scale, *place), T.float32(0))
 
-
-def tiles_of(rows, tile):
-    """Number of tiles that hold so many rows."""
-    return (rows + (tile - 1)) // tile
+    def through_operand(self, name, ds, p, s, scale, *place):
+        """Likewise the gradient of the element that the modification reads of an operand."""
+        return T.if_then_else(p > T.float32(0), ds * self.score.slope_of(name, s * scale, *place), T.float32(0))
 
 
 def load_statistics(LSE_tile, delta_tile, exists, lse, delta):
@@ -239,7 +238,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
             with T.sblock("attn"):
                 vb, vg, vr = T.axis.remap("SSS", [b, g, r])
                 if BOUND:
-                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *sums, *given.tables, *given.operands))
+                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *sums, *given.tables, *given.operands.values()))
                     T.writes(given.touched(dK, dV, *sums))
                 part = T.meta_var(given.part(vb, N, M))
                 n, m = T.meta_var((part.queries, part.keys))
@@ -338,7 +337,7 @@ def attention_dq(workload, q_tile, kv_tile, channel_steps=(1, 1)):
                 vb, vh, vr = T.axis.remap("SSS", [b, h, r])
                 # The last query tile first: under a causal mask it has the most keys, and a grid ends best on its short tiles.
                 if BOUND:
-                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *given.tables, *given.operands))
+                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *given.tables, *given.operands.values()))
                     T.writes(given.touched(dQ))
                 part = T.meta_var(given.part(vb, N, M))
                 n, m = T.meta_var((part.queries, part.keys))

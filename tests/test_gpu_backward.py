@@ -1,4 +1,5 @@
 """On a GPU: the gradients of every family through the checked entry of an exported artefact."""
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -9,11 +10,12 @@ import tvm_ffi
 from schedules.arch import arch_of_capability
 from schedules.artefact.export import export_artefact
 from schedules.backward import FAMILIES, adds
-from schedules.families import delta, mma_backward, wgmma_backward
+from schedules.families import delta, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward
 from schedules.lowering.cuda_compile import cuda_compiler
 from scripts.kernels import build_gradients
 from te_defs import lengths, reference
 from te_defs.workload import Shape, Workload, make_arguments
+from tests import operands
 from tests.backward import Called, delta_alone, verdict
 from tests.stand_in_kernel import on_cuda, variant
 
@@ -42,25 +44,26 @@ def arch():
 
 @pytest.fixture(scope="module")
 def gradients(arch, toolkit, tmp_path_factory):
-    """Function (family, workload) -> module with the gradients of a family's seeds, behind a stand-in of the forward pass; built once each.
+    """Function (family, workload, names of tensors behind the scale) -> module with the gradients of a family's seeds, of these tensors,
+    too, behind a stand-in of the forward pass; built once each.
 
     Skips what the family declines.
     """
     known = {}
 
-    def make(family, workload):
+    def make(family, workload, made=()):
         reason = family.decline(workload, arch)
         if reason is not None:
             pytest.skip(f"{family.NAME} declines: {reason}")
-        if (family, workload) not in known:
+        if (family, workload, made) not in known:
             plain = Workload(workload.head_dim, workload.value_dim, workload.dtype)
             with cuda_compiler(toolkit, (arch.name,)) as log:
                 forward = variant(tvm.compile(on_cuda(plain), arch.target()), arch, log.kernels)
             path = tmp_path_factory.mktemp("gpu") / "gradients.so"
-            variants = [kernel.variant for kernel in build_gradients(workload, arch, family=family)]
+            variants = [kernel.variant for kernel in build_gradients(workload, arch, family=family, operands=made)]
             export_artefact([forward], workload, path, {}, (), variants)
-            known[family, workload] = tvm_ffi.load_module(str(path))
-        return known[family, workload]
+            known[family, workload, made] = tvm_ffi.load_module(str(path))
+        return known[family, workload, made]
     return make
 
 
@@ -75,6 +78,26 @@ def test_numbers_and_bits(gradients, family, workload):
         for through_lse in (False, True):
             assert verdict(call, workload, shape, factor * workload.head_dim**-0.5, make_arguments(workload, shape), given,
                            through_lse=through_lse) is None, name
+
+
+@pytest.mark.parametrize("family, workload", [(family, Workload.parse(f"fwd_{name}")) for family, name in (
+    (wgmma_backward, "d64_dv64_f16_causal+bias+sink"), (wgmma_backward, "d128_dv128_bf16_full+bias"),
+    (wgmma_fused_backward, "d64_dv64_f16_causal+alibi+sink"), (mma_backward, "d128_dv64_f16_window+alibi+sink"),
+    (wgmma_backward, "d128_dv128_f16_causal+alibi+sink+packed"), (mma_backward, "d64_dv64_bf16_full+alibi+keys"),
+    (mma_backward, "d64_dv64_f16_full+tests.of_a_user:FactorsAndRows"), (simt_backward, "d64_dv64_f32_causal+bias+sink"),
+    (simt_backward, "d96_dv96_f16_causal+bias+sink"), (simt_backward, "d256_dv256_bf16_full+alibi+packed"))],
+    ids=lambda it: getattr(it, "NAME", None) or it.name)
+def test_gradients_of_operands(gradients, family, workload):
+    """Each twice, with the same bits, and where axes have size one."""
+    made = tuple(it.name for it in workload.arguments if it.kind.axes and it.kind.dtype != "int32")
+    module = gradients(family, workload, made)
+    for (name, (shape, factor)), single in zip(SHAPES.items(), itertools.cycle(("", "B", "BH", "N", "BHNM", "M", "BN", "H"))):
+        sizes, given = lengths.sample(workload.lengths, shape.batch, shape.q_len, shape.kv_len)
+        shape = replace(shape, mask=workload.mask_class.samples[-1], **dict(zip(("batch", "q_len", "kv_len"), sizes)))
+        for operand in made:
+            call, arguments = operands.Called(module, workload, operand, made, tvm.cuda(0)), make_arguments(workload, shape, 0, single)
+            scale = factor * workload.head_dim**-0.5
+            assert operands.verdict(call, workload, operand, shape, scale, arguments, given) is None, (name, operand, single)
 
 
 @pytest.mark.parametrize("family, channels", [(wgmma_backward, 128), (wgmma_backward, 256), (mma_backward, 128)],

@@ -105,20 +105,29 @@ static void describe_sums(const Call *call, DLTensor *sums, DLDataType dtype, in
   sums->dtype = dtype, sums->shape = shape, sums->strides = NULL;
 }
 
+#include "operands.h"
+
 static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result, const Variant *only) {
   Call call = {0};
   TVMFFIAny dlse;
   DLTensor plain_dlse;
-  bool through_lse = count == ARGUMENTS + 1;
-  if (check_call(&call, args, count - through_lse, only)) return -1;
-  if (check_dlse(through_lse ? &args[ARGUMENTS] : &(TVMFFIAny){.type_index = kTVMFFINone}, &call, &dlse, &plain_dlse)) return -1;
-  /* Without batch entries nothing is to be written, and without heads of keys there are none of queries. */
-  if (call.batch == 0 || call.plain[K].shape[2] == 0) return 0;
+  Output operands[OPERANDS + 1] = {{.given = false}};
+  int optional = count - ARGUMENTS;
+  if (optional > 1 + OPERANDS)
+    return fail("TypeError", "found %d arguments, wanted %d to %d: " FLASHTIR_CALL ", " FLASHTIR_OPTIONAL "; gradients of more tensors are "
+                "made by artefacts that were exported with them", (int)count, (int)ARGUMENTS, (int)ARGUMENTS + 1 + OPERANDS);
+  if (check_call(&call, args, optional > 0 ? ARGUMENTS : count, only)) return -1;
+  if (check_dlse(optional > 0 ? &args[ARGUMENTS] : &(TVMFFIAny){.type_index = kTVMFFINone}, &call, &dlse, &plain_dlse)) return -1;
+  for (int i = 0; i < optional - 1; ++i)
+    if (check_operand_gradient(i, &args[ARGUMENTS + 1 + i], &call, &dlse, operands)) return -1;
   say_once(&call.passed_over, call.variant);
-  /* An empty tensor gets some memory, which nobody reads. */
-  const DLTensor *some = &call.plain[call.views[DQ].span ? DQ : DK];
-  for (int i = 0; i < TENSORS; ++i)
-    if (call.views[i].span == 0) call.plain[i].data = some->data;
+  /* An empty tensor gets some memory, which nobody reads; where all outputs are empty nothing is to be done. */
+  void *some = memory_of_outputs(&call, operands);
+  if (some == NULL) return 0;
+  for (int i = 0; i < TENSORS + EXTRAS; ++i)
+    if (call.views[i].span == 0) call.plain[i].data = some;
+  for (int i = 0; i < TABLES; ++i)
+    if (call.tables[i].data == NULL) call.tables[i].data = some;
   for (int i = 0; i < TENSORS && call.variant->strided; ++i)
     if (i != LSE) call.plain[i].strides = call.views[i].strides;
   Workspace delta = {.plain = call.plain[LSE]}, sums = {.plain = call.plain[DQ]};
@@ -126,11 +135,12 @@ static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny 
   describe_sums(&call, &sums.plain, delta.plain.dtype, shape);
   int failed = allocate(&delta, "delta") || (call.variant->sum_rows > 0 && allocate(&sums, "sums of dq")) ||
                launch(self, &call, &dlse, &delta.argument, &sums.argument, result);
+  for (int i = 0; i < OPERANDS && !failed; ++i) failed = launch_operand(self, &call, i, &operands[i], &delta.argument, result);
   failed = release(&sums) || failed;
   return release(&delta) || failed ? -1 : 0;
 }
 
-/* flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, the extras[, dlse]) -> None */
+/* flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, the extras[, dlse[, gradients of some extras]]) -> None */
 TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
   return backward(self, args, count, result, NULL);
 }

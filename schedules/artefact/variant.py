@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import tvm
 
 from schedules.arch import cuda_arch
+from schedules.backward import Operands
 from schedules.plan import Calls, Plan
 
 #: Most elements of a tensor for a family that states no MAX_ELEMENTS: it counts in 32 bits.
@@ -33,6 +34,7 @@ class Variant:
     sum_rows      of gradients, rows of a tile of the float32 memory in which dQ is added up, in any order; 0: it is not
     whole_rows    whether sequences inside tensors are found by the number of a row: with key lengths, batch entries of k and v must then be
                   whole rows apart
+    operands      of gradients, the tensors behind the scale that have some, too
     portable      whether later minors of its compute capability have room for it; where not, its code runs on those that it names
     """
 
@@ -48,6 +50,7 @@ class Variant:
     portable: bool = True
     whole_rows: bool = False
     sum_rows: int = 0
+    operands: Operands = Operands()
 
     @property
     def name(self):

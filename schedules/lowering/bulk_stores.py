@@ -15,6 +15,8 @@ from schedules.intrinsics.wgmma import ELEMENT_BYTES, GROUP_ROWS, GROUP_WARPS, P
 from schedules.intrinsics.wgmma_exchange import CHUNK, LINE
 from schedules.lowering import bulk_loads, rewrite, wide_stores
 
+#: The tensor that goes out so.
+OUTPUT = "O"
 #: Columns that one instruction stores of a warp's 16 rows.
 STEP = 16
 _SOURCES = {
@@ -117,8 +119,8 @@ class Output:
 
 
 def output_of(work, queries, tensors):
-    """The Output of a work tile; None where its rows are no whole chunks, or longer than those of the queries, or may end in the middle of
-    the tensor."""
+    """The Output of a work tile; None where it writes gradients, where its rows are no whole chunks, or longer than those of the queries, or
+    may end in the middle of the tensor."""
     def stores(stmt):
         found = []
         tvm_ffi.structural_walk(stmt, (tirx.AttrStmt, lambda mark: found.append(mark) if mark.attr_key == wide_stores.WIDE_STORE else None))
@@ -128,6 +130,8 @@ def output_of(work, queries, tensors):
     if stmt is None or bulk_loads.in_sequence(queries):
         return None
     store = wide_stores.Nest(stores(stmt)[0].body).store
+    if store.buffer.name != OUTPUT:  # dK and dV have no queries' place of their own
+        return None
     output = Output(stmt, queries, next(tensor for tensor in tensors if tensor.name == store.buffer.name))
     held, chunk = (int(queries.args[place]) for place in (8, 9))
     return output if chunk == CHUNK and output.channels % CHUNK == 0 and output.channels <= -(-held // CHUNK) * CHUNK else None

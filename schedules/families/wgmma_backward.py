@@ -24,6 +24,7 @@ The finished nest of dK and dV, one line a group of blocks::
       dK dV                                       @warp @lane
 """
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tvm.s_tir import TensorIntrin
 
@@ -151,6 +152,7 @@ def ring_of(tile):
     return events.RINGS.index(tile.split("_")[0])
 
 
+@lru_cache(maxsize=16)
 def intrinsics_of(role, dtype, plan, d, dv):
     """(name, description, implementation) of what a function needs at a plan, by the block that it replaces."""
     stays, streams = role_of(role, plan).tiles(plan)

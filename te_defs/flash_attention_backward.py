@@ -35,10 +35,8 @@ from te_defs.blocks import block, each, load, product
 from te_defs.flash_attention import LOG2_E
 from te_defs.integers import minimum
 from te_defs.lengths import LENGTHS
-from te_defs.parsed_once import parsed_once
 
 
-@parsed_once
 def attention_delta(workload, through_lse=False):
     """PrimFunc (dO [B, N, H, DV], O [B, N, H, DV], delta [B, H, N] float32) -> None: delta = rowsum(dO * O).
 
@@ -196,7 +194,6 @@ def score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given, plac
         each(dS_cast, "dS_cast", "ij", lambda i, j: T.cast(dS[i, j], dS_cast.dtype))
 
 
-@parsed_once
 def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dK [B, M, G, D],
     dV [B, M, G, DV], scale, ...) -> None.
@@ -310,7 +307,6 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
     return given.of(dk_dv)
 
 
-@parsed_once
 def attention_dq(workload, q_tile, kv_tile):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ [B, N, H, D], scale,
     ...) -> None. As `attention_dk_dv`; rows that see no key get zeros."""

@@ -16,7 +16,6 @@ from tvm.script.ir_builder import IRBuilder
 
 from te_defs.blocks import block, product
 from te_defs.flash_attention_backward import attention_dk_dv
-from te_defs.parsed_once import parsed_once
 
 #: Parameters of attention_dk_dv before its outputs, and all of its own; the one for the sums of dQ is declared behind them.
 OPERANDS, OWN = 6, 9
@@ -55,7 +54,6 @@ class QuerySum:
                 T.buffer_store(self.tensor, self.tensor[tuple(at)] + part[i, c], at)
 
 
-@parsed_once
 def attention_dk_dv_dq(workload, q_tile, kv_tile, place_of=in_order):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ_sum [B, N, H, D]
     float32, dK [B, M, G, D], dV [B, M, G, DV], scale, ...) -> None. As `attention_dk_dv`; besides, dQ / scale is added to dQ_sum, which
@@ -66,7 +64,6 @@ def attention_dk_dv_dq(workload, q_tile, kv_tile, place_of=in_order):
     return tirx.PrimFunc(params, func.body, func.ret_type, func.attrs)
 
 
-@parsed_once
 def attention_dq_cast(workload, place_of=in_order):
     """PrimFunc (dQ_sum [B, N, H, D] float32, dQ [B, N, H, D], scale) -> None: dQ = scale * dQ_sum, in the element type; as above."""
     dtype, D = workload.dtype, workload.head_dim

@@ -50,6 +50,12 @@ def compiled(functions, family, arch):
         return tvm.tirx.build(mod, target=target, pipeline=family.PIPELINE)
 
 
+def runtime_module(built):
+    """The runtime module of what TVM built, which may be an Executable around it. A module itself must not be asked for an attribute:
+    it would compile all of its host code to look for a function of that name."""
+    return built.mod if isinstance(built, tvm.runtime.Executable) else built
+
+
 def build(mod, family, arch, negative_scale_mod=None, place=1):
     """A scheduled module, `compiled`.
 

@@ -119,10 +119,10 @@ def ask(answerers, calls):
     found, told = {}, {answerer.name: [] for answerer in answerers}
     for call in calls:
         inputs, rows = call.inputs(), [feature for feature, holds in FEATURES.items() if holds(call)]
-        right = wanted(call, inputs)
+        right = (_, lse_answer), _ = wanted(call, inputs)
         for answerer in answerers:
             try:
-                runs = [(out, right[1].astype(np.float32) if lse is None else lse) for out, lse in answerer.answers(call, inputs)]
+                runs = [(out, lse_answer.astype(np.float32) if lse is None else lse) for out, lse in answerer.answers(call, inputs)]
                 complaint = judged(runs, right)
                 verdict = RIGHT if complaint is None else WRONG
             except Exception as error:  # each refuses in its own way

@@ -25,6 +25,7 @@ from tvm.script import tirx as T
 from te_defs.arguments import parameter
 from te_defs.integers import maximum, round_up
 from te_defs.lengths import FIRST_ROW, LENGTHS
+from te_defs.parsed_once import parsed_once
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -34,6 +35,7 @@ SCORE_MIN = -(2.0**100)
 SCALE_MIN = 2.0**-100
 
 
+@parsed_once
 def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_scale=False, max_slack=0, strided=False, packed=False,
                             channel_steps=(1, 1)):
     """PrimFunc (Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], O [B, N, H, DV], LSE [B, H, N], scale, ...) -> None.

@@ -132,14 +132,15 @@ def workloads_of(kind, dims=DIMS):
 
 
 def wanted(call, inputs):
-    """(O, LSE, largest error of O, of LSE) of a call on its inputs, as `judged` takes them."""
-    arguments = (call.workload, *inputs, call.rounded_scale, call.arguments)
-    answers = reference.forward(*arguments, call.given_lengths())
-    return *answers, *reference.tolerances(*arguments, answers, call.given_lengths())
+    """((O, LSE), function of an answer like that which gives None where it is right, else one sentence) of a call on its inputs."""
+    arguments, lengths = (call.workload, *inputs, call.rounded_scale, call.arguments), call.given_lengths()
+    answers = reference.forward(*arguments, lengths)
+    return answers, lambda *found: reference.complaint(found, *arguments, answers, lengths)
 
 
-def judged(runs, answers_and_bounds):
-    """None where (out, lse) are right and the same in all runs, else one sentence; `runs` holds one pair or more."""
+def judged(runs, wanted):
+    """None where (out, lse) are what is `wanted` and the same in all runs, else one sentence; `runs` holds one pair or more."""
     if any(first.tobytes() != again.tobytes() for pair in runs[1:] for first, again in zip(runs[0], pair)):
         return "two runs differ"
-    return reference.mismatch(*runs[0], *answers_and_bounds)
+    _, complaint = wanted
+    return complaint(*runs[0])

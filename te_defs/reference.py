@@ -185,30 +185,33 @@ def _errors_of_rounding(workload, q, k, v, out, scale, arguments):
 LSE_TOLERANCE = 2e-5
 
 
-def tolerances(workload, q, k, v, scale=None, arguments=(), answers=None, lengths=()):
+def tolerances(workload, q, k, v, scale=None, arguments=(), answers=None, lengths=(), yardstick=True):
     """(largest error that O may have, largest error of LSE relative to the size of LSE but at least absolute).
 
     That of O is twice that of `plain` on the same inputs plus one rounding step of the output type, that of LSE twice that of `plain` plus
     LSE_TOLERANCE. Where few scores matter `plain` may round well by luck: what rounding does anyhow is allowed in any case.
 
-    answers  (O, LSE) in float64, where they are already known
-    lengths  the arguments of the workload's lengths; the largest errors of all batch entries
+    answers    (O, LSE) in float64, where they are already known
+    lengths    the arguments of the workload's lengths; the largest errors of all batch entries
+    yardstick  False: without `plain`, which takes most of the time; what is allowed in any case
     """
     if lengths:
         out, lse = forward(workload, q, k, v, scale, arguments, lengths) if answers is None else answers
         parts = [((q[entry, rows], k[entry, keys], v[entry, keys]), (out[entry, rows], lse[entry, :, rows]))
                  for entry, rows, keys in slices(workload.lengths, q.shape[1], k.shape[1], lengths, q.shape[0])]
-        bounds = [tolerances(workload, *inputs, scale, arguments, found) for inputs, found in parts]
+        bounds = [tolerances(workload, *inputs, scale, arguments, found, yardstick=yardstick) for inputs, found in parts]
         return tuple(max(bound) for bound in zip((0.0, LSE_TOLERANCE), *bounds))
     out, lse = forward(workload, q, k, v, scale, arguments) if answers is None else answers
     if out.size == 0:
         return 0.0, LSE_TOLERANCE
-    plain_out, plain_lse = _plain(workload, q, k, v, scale, arguments)
-    of_out, of_lse = _errors_of_rounding(workload, q, k, v, out, scale, arguments)
-    seen = ~np.isneginf(lse)
+    of_out, lse_error = _errors_of_rounding(workload, q, k, v, out, scale, arguments)
+    error, seen = of_out.max(), ~np.isneginf(lse)
     lse = np.where(seen, lse, 0)
-    error = max(2 * np.abs(plain_out.astype(np.float64) - out).max(), of_out.max())
-    lse_error = (np.maximum(2 * np.abs(plain_lse - lse), of_lse) / np.maximum(np.abs(lse), 1)).max(initial=0, where=seen)
+    if yardstick:
+        plain_out, plain_lse = _plain(workload, q, k, v, scale, arguments)
+        error = max(2 * np.abs(plain_out.astype(np.float64) - out).max(), error)
+        lse_error = np.maximum(2 * np.abs(plain_lse - lse), lse_error)
+    lse_error = (lse_error / np.maximum(np.abs(lse), 1)).max(initial=0, where=seen)
     return float(error + ml_dtypes.finfo(numpy_dtype(workload)).eps * np.abs(out).max()), LSE_TOLERANCE + float(lse_error)
 
 
@@ -232,6 +235,18 @@ def mismatch(out, lse, answer, lse_answer, bound, lse_bound=LSE_TOLERANCE):
         worst = (error - allowed).argmax()
         return f"LSE is {lse[~dead][worst]:.6g} where {lse_answer[~dead][worst]:.6g} is right"
     return None
+
+
+def complaint(found, workload, q, k, v, scale, arguments, answers, lengths=()):
+    """`mismatch` of found (O, LSE) by the `tolerances` of the inputs that they are of. The yardstick, which can but allow more, is only
+    computed for what is not allowed in any case."""
+    sentence = None
+    for yardstick in (False, True):
+        bounds = tolerances(workload, q, k, v, scale, arguments, answers, lengths, yardstick)
+        sentence = mismatch(*found, *answers, *bounds)
+        if sentence is None:
+            break
+    return sentence
 
 
 def plain_backward(workload, dout, q, k, v, scale=None, arguments=(), dlse=None):
@@ -289,20 +304,21 @@ def _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answ
     return [error + common * abs(answer) for error, answer in zip(errors, answers)]
 
 
-def backward_tolerances(workload, dout, q, k, v, answers, scale=None, arguments=(), lengths=(), dlse=None):
+def backward_tolerances(workload, dout, q, k, v, answers, scale=None, arguments=(), lengths=(), dlse=None, yardstick=True):
     """Largest errors that dQ, dK and dV may have, in the spirit of `tolerances`: twice that of `plain_backward` on the same inputs, or what
     rounding does anyhow, plus one rounding step of the output type.
 
-    answers  (dQ, dK, dV) in float64
+    answers    (dQ, dK, dV) in float64
+    yardstick  False: without `plain_backward`, which takes most of the time; what is allowed in any case
     """
     if lengths:
         parts = [backward_tolerances(workload, dout[entry, rows], q[entry, rows], k[entry, keys], v[entry, keys],
                                      [x[entry, of] for x, of in zip(answers, (rows, keys, keys))], scale, arguments,
-                                     dlse=None if dlse is None else dlse[entry, :, rows])
+                                     dlse=None if dlse is None else dlse[entry, :, rows], yardstick=yardstick)
                  for entry, rows, keys in slices(workload.lengths, q.shape[1], k.shape[1], lengths, q.shape[0])]
         return tuple(max(bound) for bound in zip((0.0, 0.0, 0.0), *parts))
     kind = ml_dtypes.finfo(numpy_dtype(workload))
-    errors = zip(answers, plain_backward(workload, dout, q, k, v, scale, arguments, dlse),
+    errors = zip(answers, plain_backward(workload, dout, q, k, v, scale, arguments, dlse) if yardstick else answers,
                  _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answers, dlse))
     return tuple(max(2 * np.abs(plain.astype(np.float64) - answer).max(initial=0), rounding.max(initial=0))
                  + float(kind.eps) * np.abs(answer).max(initial=0) + float(kind.smallest_subnormal) for answer, plain, rounding in errors)

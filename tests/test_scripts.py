@@ -1,5 +1,4 @@
 """The commands as a user types them, the Makefile and what the README says about both. No GPU is needed."""
-import importlib
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from schedules.registry import FAMILIES, family_named
 from scripts import bench, cli, options
 from scripts.kernels import build_artefact
 from te_defs.workload import Workload
+from tests.commands import command, imported
 
 pytestmark = pytest.mark.slow
 
@@ -34,11 +34,9 @@ README = (ROOT / "README.md").read_text()
 NOTES = ROOT / "schedules" / "README.md"
 
 
-def command(name, *arguments, folder=ROOT, code=None):
-    """A finished `python -m scripts.<name>`; its exit code must be `code` where that is given."""
-    done = subprocess.run([sys.executable, "-m", f"scripts.{name}", *map(str, arguments)], cwd=folder, capture_output=True, text=True)
-    assert code is None or done.returncode == code, done.stderr
-    return done
+def started(name, *arguments):
+    """A finished `python -m scripts.<name>`, in a process of its own."""
+    return subprocess.run([sys.executable, "-m", f"scripts.{name}", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
 
 
 def echoed(output):
@@ -55,9 +53,9 @@ def artefact(tmp_path_factory):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_tells_what_it_does_and_its_defaults(name):
-    text = command(name, "--help", code=0).stdout
-    assert text.startswith(f"usage: python -m scripts.{name}")
-    assert "default" in text
+    done = started(name, "--help")
+    assert done.returncode == 0 and "default" in done.stdout, done.stderr
+    assert done.stdout.startswith(f"usage: python -m scripts.{name}")
 
 
 class TestRefused:
@@ -200,7 +198,7 @@ class TestExportAndRun:
         assert echoed(output)["archs"] == ["sm_80", "sm_90a"]
         assert re.search(r"attention_forward_kernel on sm_80: \d+ registers, \d+ bytes of spills", output)
         if driver_version() is None:
-            assert "a CUDA artefact needs an NVIDIA driver, found none" in command("run", path, code=1).stderr
+            assert "a CUDA artefact needs an NVIDIA driver, found none" in started("run", path).stderr
 
     def test_variants_for_several_gpu_generations(self, toolkit, tmp_path):
         path = tmp_path / "cuda.so"
@@ -265,8 +263,9 @@ class TestShow:
 
 class TestBench:
     def test_default_plan_on_the_cpu(self, tmp_path):
-        done = command("bench", "--target", "cpu", "--workload", "d64_f32_full", "d64_f32_causal", "--lengths", 64, "--rounds", 2,
-                       "--milliseconds", 1, "--logs", tmp_path, "--json", tmp_path / "rows.json", "--markdown", code=0)
+        done = started("bench", "--target", "cpu", "--workload", "d64_f32_full", "d64_f32_causal", "--lengths", 64, "--rounds", 2,
+                       "--milliseconds", 1, "--logs", tmp_path, "--json", tmp_path / "rows.json", "--markdown")
+        assert done.returncode == 0, done.stderr
         assert "no tuned plan: a record of fwd_d64_dv64_f32_full" in done.stdout
         assert re.search(r"^\| +fwd_d64_dv64_f32_causal \| +16 x 8 x 64 \| ", done.stdout, re.MULTILINE)
         told = json.loads((tmp_path / "rows.json").read_text())
@@ -277,8 +276,9 @@ class TestBench:
 
     def test_peers_that_cannot_take_part_are_named(self, tmp_path):
         """On a CPU, none of the GPU's kernels; ours are then alone in the table."""
-        done = command("bench", "--target", "cpu", "--workload", "d64_f32_full", "--lengths", 32, 64, "--rounds", 1, "--milliseconds", 1,
-                       "--logs", tmp_path, "--peers", "--json", tmp_path / "rows.json", code=0)
+        done = started("bench", "--target", "cpu", "--workload", "d64_f32_full", "--lengths", 32, 64, "--rounds", 1, "--milliseconds", 1,
+                       "--logs", tmp_path, "--peers", "--json", tmp_path / "rows.json")
+        assert done.returncode == 0, done.stderr
         assert done.stdout.count("FlashAttention-4 is left out of fwd_d64_dv64_f32_full: it is for cuda, found cpu\n") == 1
         assert re.search(r"^ *workload +batch x heads x length +contestant +\w+/s +ours / this +of peak +of exp bound +MHz +W$",
                          done.stdout, re.MULTILINE)
@@ -316,9 +316,7 @@ class TestMake:
 
 def accepted(words):
     """The arguments of `python -m scripts.X ...`, parsed by that command; a usage error fails the test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TVM_USE_RUNTIME_LIB", "1")  # as scripts.run sets it; put back, for the processes that other tests start
-        module = importlib.import_module(words[2])
+    module = imported(words[2].removeprefix("scripts."))
     parse = module.parse if words[2] == "scripts.run" else module.make_parser().parse_args
     return parse(words[3:])
 

@@ -8,6 +8,7 @@ import tvm
 
 from schedules.arch import cuda_arch
 from schedules.backward import Operands
+from schedules.build import runtime_module
 from schedules.plan import Calls, Plan
 
 #: Most elements of a tensor for a family that states no MAX_ELEMENTS: it counts in 32 bits.
@@ -71,5 +72,5 @@ def limits_of(family, kind):
 
 def variant_of(module, family, arch, plan, kernels=(), measured=None, serves=Calls(), portable=True):
     """Variant of a plan of a family module; the other arguments are fields of Variant, with a module that may be an Executable."""
-    return Variant(getattr(module, "mod", module), family.NAME, arch, plan, tuple(kernels), measured, *limits_of(family, arch.kind), serves,
+    return Variant(runtime_module(module), family.NAME, arch, plan, tuple(kernels), measured, *limits_of(family, arch.kind), serves,
                    portable, getattr(family, "WHOLE_ROWS", False))

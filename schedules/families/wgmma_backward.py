@@ -29,6 +29,7 @@ The finished nest of dK and dV together, one line a group of blocks::
       dK dV                                       @warp @lane
 """
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tvm.s_tir import TensorIntrin
 
@@ -198,6 +199,7 @@ def ready_of(role):
     return {copy: pair for copy, pair in READY.items() if pair[0] in role.scores}
 
 
+@lru_cache(maxsize=16)
 def intrinsics_of(role, dtype, plan, d, dv):
     """(name, description, implementation) of what a function needs at a plan, by the block that it replaces."""
     stays, streams = role_of(role, plan).tiles(plan)

@@ -6,6 +6,8 @@ accumulator and that of operand A agree, so the probabilities, once cast, are an
 
 Names: `ldmatrix_<operand>_<dtype>_<rows>x<columns>` and `mma_<product>_<dtype>`; `register` makes those of a tile known to TVM.
 """
+import functools
+
 from tvm.s_tir import TensorIntrin
 from tvm.script import tirx as T
 
@@ -66,6 +68,7 @@ def swizzled(columns):
     return columns in (SWIZZLE_ELEMENTS, 2 * SWIZZLE_ELEMENTS, 4 * SWIZZLE_ELEMENTS)
 
 
+@functools.cache
 def mma_qk(dtype, transposed=False):
     """Description and implementation of S += Q K^T on 16 x 16 x 16, with K's rows in fragments.
 
@@ -108,6 +111,7 @@ def mma_qk(dtype, transposed=False):
     return meaning, spelling
 
 
+@functools.cache
 def mma_pv(dtype):
     """Description and implementation of O += P V on 16 x 16 x 16.
 
@@ -152,6 +156,7 @@ def mma_pv(dtype):
     return meaning, spelling
 
 
+@functools.cache
 def mma_sum(dtype):
     """Description and implementation of X += P V on 16 x 16 x 16, for a reduction whose init reads the old accumulator alone."""
 
@@ -198,6 +203,7 @@ _LDMATRIX = {
 }
 
 
+@functools.cache
 def ldmatrix(operand, dtype, rows, columns):
     """Description and implementation of one ldmatrix.x4: a 16 x 16 part of a swizzled shared tile [rows, columns] to a fragment.
 

@@ -7,6 +7,8 @@ bytes, of the last of which a product may take the first half or quarters alone.
 
 Names: `wgmma_<product>_<dtype>_<sizes>`; `register` makes those of a tile known to TVM.
 """
+import functools
+
 from tvm import tirx
 from tvm.s_tir import TensorIntrin
 from tvm.script import tirx as T
@@ -342,6 +344,7 @@ def names(dtype, q_tile, kv_tile, head_dim, value_dim):
             "scores": f"wgmma_ready_scores_{kv_tile}", "output": f"wgmma_ready_output_{value_dim}"}
 
 
+@functools.cache
 def register(dtype, q_tile, kv_tile, head_dim, value_dim):
     """Make known what products of element type `dtype` need at these sizes."""
     pairs = {"qk": wgmma_scores(dtype, q_tile, kv_tile, head_dim, events.Q, events.K, in_turn=True),

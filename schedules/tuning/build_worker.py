@@ -87,7 +87,7 @@ def _make(job):
         compiler = cuda_compiler(_toolkit, (arch.name,), CudaOptions(**family.compiler_options(job.plan)))
     with compiler as log:
         module = build.build(mod, family, arch, twin)
-    getattr(module, "mod", module).export_library(job.path)
+    build.runtime_module(module).export_library(job.path)
     _, declared = _declared_text(job, negative_scale=False)
     if log is None:
         return Built(job.path, declared)

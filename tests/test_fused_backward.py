@@ -7,7 +7,8 @@ from tvm import s_tir
 
 from schedules import backward
 from schedules.arch import cuda_arch
-from schedules.families import dq_cast, wgmma_fused_backward
+from schedules.families import dq_cast, mma_fused_backward, wgmma_fused_backward
+from schedules.families.mma_fused_backward import MmaFusedBackwardPlan
 from schedules.lowering import reduce_adds
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.plan import PlanError
@@ -19,8 +20,14 @@ from tests.backward import Fused, check_ragged, problem, unbound
 ARCH = cuda_arch("sm_90a")
 PLAN = wgmma_fused_backward.WgmmaBackwardPlan(q_tile=64, kv_tile=64)
 FULL = Workload(64, 64, "float16", "full")
-SCHEDULED = [(Workload(64, 128, "float16", "causal"), PLAN), (Workload.parse("fwd_d64_dv64_bf16_window+softcap"), PLAN),
-             (FULL, PLAN.but(kv_tile=128)), (Workload(64, 128, "float16", "causal"), PLAN.but(across=1))]
+CAUSAL, CAPPED = Workload(64, 128, "float16", "causal"), Workload.parse("fwd_d64_dv64_bf16_window+softcap")
+SCHEDULED = [(wgmma_fused_backward, CAUSAL, PLAN), (wgmma_fused_backward, CAPPED, PLAN),
+             (wgmma_fused_backward, FULL, PLAN.but(kv_tile=128)), (wgmma_fused_backward, CAUSAL, PLAN.but(across=1)),
+             (mma_fused_backward, CAPPED, MmaFusedBackwardPlan(32, 64, 2)),
+             (mma_fused_backward, CAUSAL, MmaFusedBackwardPlan(32, 64, 4, parts=2, query_rows=2)),
+             (mma_fused_backward, FULL, MmaFusedBackwardPlan(48, 64, 2, query_rows=1))]
+MMA_SEEDS = [(Workload(128, 128, "float16", "causal"), "sm_80"), (Workload(64, 64, "bfloat16", "full"), "sm_80"),
+             (Workload(128, 128, "bfloat16", "full"), "sm_86"), (Workload(128, 128, "float16", "full"), "sm_90a")]
 
 
 def test_keys_past_the_end_add_nothing():
@@ -35,16 +42,16 @@ def test_keys_past_the_end_add_nothing():
 class Scheduled(Fused):
     """The functions up to the stage that binds threads, on llvm."""
 
-    def __init__(self, workload, plan):
+    def __init__(self, family, workload, plan):
         cast = s_tir.Schedule(tvm.IRModule({"main": attention_dq_cast(workload, reduce_adds.column_of)}), debug_mask=0)
         dq_cast.give_rows_lanes(cast)
-        fused = wgmma_fused_backward.schedule(workload, plan, unbound(wgmma_fused_backward))
+        fused = family.schedule(workload, plan, unbound(family))
         self.compile(attention_delta(workload), fused.mod, cast.mod)
 
 
-@pytest.mark.parametrize("workload, plan", SCHEDULED, ids=lambda it: getattr(it, "name", f"{it}"))
-def test_numbers_before_threads_are_bound(workload, plan):
-    check_ragged(Scheduled(workload, plan), workload)
+@pytest.mark.parametrize("family, workload, plan", SCHEDULED, ids=lambda it: getattr(it, "NAME", getattr(it, "name", f"{it}")))
+def test_numbers_before_threads_are_bound(family, workload, plan):
+    check_ragged(Scheduled(family, workload, plan), workload)
 
 
 @pytest.mark.slow
@@ -62,6 +69,22 @@ def test_seeds_compile_without_spills(toolkit, figures, workload):
     figures(f"wgmma backward fused {workload.name} {ARCH.name}", {"registers": log.kernels[0].most("registers"), "spilled_bytes": 0})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("workload, sm", MMA_SEEDS, ids=lambda it: getattr(it, "name", it))
+def test_seeds_of_mma_compile(toolkit, figures, workload, sm):
+    arch = cuda_arch(sm)
+    plan = mma_fused_backward.default_plan(workload, arch)
+    with cuda_compiler(toolkit, (sm,), CudaOptions(**mma_fused_backward.compiler_options(plan))) as log:
+        module = backward.build(mma_fused_backward, workload, plan, arch)
+    source = module.imports[0].inspect_source()
+    for instruction in ("ldmatrix.sync.aligned.m8n8.x4.trans", "mma.sync.aligned.m16n8k16", "flashtir_nowhere", "cp.async.cg"):
+        assert instruction in source
+    assert not any(kernel.warnings for kernel in log.kernels)
+    kernel = log.kernels[0]
+    figures(f"mma backward fused {workload.name} {sm}",
+            {"registers": kernel.most("registers"), "spilled_bytes": kernel.most("spill_store_bytes")})
+
+
 @pytest.mark.parametrize("workload, reason", [
     (Workload(64, 64, "float32"), "tensor cores take 16-bit inputs, not float32"),
     (Workload(96, 64, "float16"), "the head dimension must be a multiple of 64, not 96")])
@@ -77,3 +100,31 @@ def test_plan_errors(changes, message):
     workload = Workload(128, 128, "float16", "causal")
     with pytest.raises(PlanError, match=message):
         wgmma_fused_backward.budget(workload, ARCH, wgmma_fused_backward.default_plan(workload, ARCH).but(**changes))
+
+
+@pytest.mark.parametrize("workload, sm, reason", [
+    (Workload(64, 64, "float32"), "sm_80", "tensor cores take 16-bit inputs, not float32"),
+    (FULL, "sm_75", "sm_75 has no mma.sync m16n8k16 (sm_80 and later have)"),
+    (Workload(96, 64, "float16"), "sm_80", "head dimensions must be 64 or 128, not 96 and 64")])
+def test_mma_declines_with_a_reason(workload, sm, reason):
+    assert mma_fused_backward.decline(workload, cuda_arch(sm)) == reason
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(kv_tile=96), "kv_tile must be whole blocks of 16 for each of 4 parts, found 96: change either"),
+    (dict(q_tile=48), "q_tile must be whole blocks of 16 for each of 2 parts, found 48: change either"),
+    (dict(query_rows=16), "q_tile must be whole blocks of 16 for each of 16 parts, found 64: change either"),
+    (dict(warps=32, kv_tile=512), "head_dim must be whole blocks of 16 for each of 16 parts, found 128: change either"),
+    (dict(kv_tile=256), r"shared memory of plan \(.*\) must stay within 166912 bytes on sm_80, found"),
+    (dict(warps=4, kv_tile=64, parts=1, q_tile=128), r"shared memory of plan \(.*\) must stay within 166912 bytes on sm_80, found")])
+def test_mma_plan_errors(changes, message):
+    workload, arch = Workload(128, 128, "float16", "causal"), cuda_arch("sm_80")
+    with pytest.raises(PlanError, match=message):
+        mma_fused_backward.budget(workload, arch, mma_fused_backward.default_plan(workload, arch).but(**changes))
+
+
+@pytest.mark.parametrize("sm", ["sm_80", "sm_86", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("workload", [Workload(128, 128, "float16"), Workload(64, 128, "bfloat16"), Workload(64, 64, "float16", "window")],
+                         ids=lambda w: w.name)
+def test_mma_has_a_plan_for_every_chip_that_it_takes(workload, sm):
+    mma_fused_backward.budget(workload, cuda_arch(sm), mma_fused_backward.default_plan(workload, cuda_arch(sm)))

@@ -2,10 +2,12 @@
 from dataclasses import dataclass
 
 from schedules.families.backward_roles import ROLES
-from schedules.families.mma_plan import OTHER_REGISTERS, without_tensor_cores
+from schedules.families.mma_plan import without_tensor_cores
 from schedules.plan import Budget, Plan, first_of, fitting, require
 
 NAME = "mma_backward"
+#: Registers beside the sums, S and dP: fragments in flight, statistics, addresses; what compiled kernels get along with.
+OTHER_REGISTERS = 31
 
 
 @dataclass(frozen=True)
@@ -19,9 +21,13 @@ class MmaBackwardPlan(Plan):
     warps: int
     register_level: int = 10
 
+    def shares(self, _block):
+        """How warps divide a block's matrix: (parts of its rows, parts of its columns)."""
+        return self.warps, 1
+
 
 #: (q_tile, kv_tile, warps) for each role, by most channels.
-TILES = {"dq": {64: (128, 64, 4), 128: (64, 64, 4)}, "dk_dv": {64: (64, 128, 4), 128: (64, 64, 4)}}
+TILES = {"dq": {64: (128, 64, 4), 128: (64, 64, 4)}, "dk_dv": {64: (48, 128, 4), 128: (64, 64, 4)}}
 
 
 def decline(workload, arch):

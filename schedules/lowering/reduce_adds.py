@@ -2,7 +2,7 @@
 
 Of each 16 columns a lane holds two neighbours in either block of eight. A tensor that nobody reads but by the same map may keep its columns
 in another order, in which these four stand side by side: `column_of`. A warp then adds 64 bytes to each of 8 rows by one instruction
-(sm_90: PTX ISA, "red"), and no lane waits for an answer.
+(sm_90: PTX ISA, "red"; before, by four), and no lane waits for an answer.
 """
 from tvm import tirx
 from tvm.script import tirx as T
@@ -21,6 +21,17 @@ __device__ __forceinline__ void flashtir_add(float *to, bool wanted, float a, fl
                :: "l"(to), "r"((int)wanted), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 """
+#: The same without a branch, which would keep products of mma.sync apart: what is not wanted is added to a place that nobody reads.
+_SOURCE_STRAIGHT = """__device__ float4 flashtir_nowhere;
+__device__ __forceinline__ void flashtir_add_straight(float *to, bool wanted, float a, float b, float c, float d) {
+  to = wanted ? to : &flashtir_nowhere.x;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+#else
+  atomicAdd(to, a), atomicAdd(to + 1, b), atomicAdd(to + 2, c), atomicAdd(to + 3, d);
+#endif
+}
+"""
 
 
 def column_of(c):
@@ -31,15 +42,21 @@ def column_of(c):
 @function_pass("flashtir.ReduceAdds")
 def reduce_adds(func):
     """Turn each marked nest `for block in 2: for pair in 2: [if row exists:] out[..] = out[..] + value` into one reduction in memory."""
-    return replace_marked(func, REDUCE_ADD, lambda mark: _add(Nest(mark.body)))
+    return replace_marked(func, REDUCE_ADD, lambda mark: _add(Nest(mark.body), "flashtir_add", _SOURCE))
 
 
-def _add(nest):
+@function_pass("flashtir.ReduceAddsStraight")
+def reduce_adds_straight(func):
+    """The same without branches."""
+    return replace_marked(func, REDUCE_ADD, lambda mark: _add(Nest(mark.body), "flashtir_add_straight", _SOURCE_STRAIGHT))
+
+
+def _add(nest, function, source):
     values = [nest.at(nest.store.value.b, b, p) for b in range(COLUMNS // 8) for p in range(PAIR)]
     bounds = []
     index = _without_bounds(nest.at(nest.store.indices[0], 0, 0), bounds)
     place = tirx.address_of(tirx.BufferLoad(nest.store.buffer, [index]))
-    add = tirx.Evaluate(T.cuda.func_call("flashtir_add", place, nest.wanted, *values, source_code=_SOURCE))
+    add = tirx.Evaluate(T.cuda.func_call(function, place, nest.wanted, *values, source_code=source))
     return tirx.SeqStmt([*bounds, add]) if bounds else add
 
 

@@ -41,8 +41,8 @@ def decline(workload, arch):
 
 
 def default_plan(role, workload, arch):
-    """The tile for so many channels."""
-    channels = max(workload.head_dim, workload.value_dim)
+    """The tile for so many channels; for dK and dV of modified scores, whose slope needs S as long as dS does, that for the most."""
+    channels = max(TILES[role]) if workload.score and role == "dk_dv" else max(workload.head_dim, workload.value_dim)
     plans = (MmaBackwardPlan(*tile) for most, tile in sorted(TILES[role].items()) if most >= channels)
     return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
 
@@ -55,9 +55,10 @@ def budget(role, workload, arch, plan):
             f"{stays} rows and {plan.warps} warps", "change either")
     require(streams % 16 == 0, "the tile that streams by must be a multiple of 16", streams, "round it")
     sums = d if role == "dq" else d + dv
+    statistics = 8 * plan.q_tile * (1 if role == "dq" else 2)  # those that come by have two copies
     return Budget((
         ("threads", threads, arch.threads_per_block, "of a block"),
-        ("shared memory", 2 * (stays + 2 * streams) * (d + dv) + 8 * plan.q_tile, arch.smem_bytes, "bytes"),
+        ("shared memory", 2 * (stays + 2 * streams) * (d + dv) + statistics, arch.smem_bytes, "bytes"),
         ("registers, about", stays * (sums + 2 * streams) // threads + OTHER_REGISTERS, arch.registers_per_thread, "per thread"),
     )).check(plan, arch)
 

@@ -51,6 +51,8 @@ class MmaFusedBackwardPlan(MmaBackwardPlan):
 #: By most channels, in order of preference; the last is for chips with less shared memory.
 TILES = {64: (MmaFusedBackwardPlan(48, 128, 4),),
          128: (MmaFusedBackwardPlan(64, 128, 8, parts=2, query_rows=2), MmaFusedBackwardPlan(32, 64, 4, parts=2, query_rows=2))}
+#: That of 64 channels where scores are modified, whose slope needs S as long as dS does.
+SCORE_TILE = MmaFusedBackwardPlan(32, 128, 4, query_rows=2)
 
 
 def decline(workload, arch):
@@ -61,7 +63,8 @@ def decline(workload, arch):
 def default_plan(workload, arch):
     """The tile for so many channels."""
     channels = max(workload.head_dim, workload.value_dim)
-    plans = (plan for most, plans in sorted(TILES.items()) if most >= channels for plan in plans)
+    tiles = {**TILES, 64: (SCORE_TILE,)} if workload.score else TILES
+    plans = (plan for most, plans in sorted(tiles.items()) if most >= channels for plan in plans)
     return first_of(fitting(plans, budget, workload, arch), NAME, workload, arch)
 
 
@@ -90,7 +93,7 @@ def budget(workload, arch, plan):
     exchange = 2 * len(handed(plan)) * plan.kv_tile * (plan.q_tile + gap(plan))
     return Budget((
         ("threads", threads, arch.threads_per_block, "of a block"),
-        ("shared memory", 2 * (plan.kv_tile + 2 * plan.q_tile) * (d + dv) + exchange + 16 * plan.q_tile, arch.smem_bytes, "bytes"),
+        ("shared memory", 2 * (plan.kv_tile + 2 * plan.q_tile) * (d + dv) + exchange + 8 * plan.q_tile, arch.smem_bytes, "bytes"),
         ("registers, about", plan.kv_tile * (d + dv + 2 * plan.q_tile) // threads + OTHER_REGISTERS, arch.registers_per_thread,
          "per thread"),
     )).check(plan, arch)

@@ -11,10 +11,7 @@ STATISTICS = ("LSE", "delta")
 
 def fetched(statements):
     """Statements with the loads of statistics in two parts."""
-    blocks = [FETCH.format(it) for it in STATISTICS]
-    if not set(blocks) <= set(statements):
-        return statements
-    at = statements.index(blocks[-1]) + 1
+    at = statements.index(FETCH.format(STATISTICS[-1])) + 1
     return (*statements[:at], *(STORE.format(it) for it in STATISTICS), *statements[at:])
 
 

@@ -3,14 +3,15 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from schedules.build import compiled
-from schedules.families import cpu_backward, delta, dq_cast, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward
+from schedules.families import (
+    cpu_backward, delta, dq_cast, mma_backward, mma_fused_backward, simt_backward, wgmma_backward, wgmma_fused_backward)
 from schedules.plan import Plan, fitting
 from schedules.registry import NoSchedule
 
 #: By the order in which dQ is summed, in order of preference: the first family that does not decline is the default. In order, two runs
 #: give the same bits; in any order, all gradients come from one function that adds to float32 sums in memory.
 IN_ORDER, ANY_ORDER = "in-order", "any-order"
-FAMILIES = {IN_ORDER: (wgmma_backward, mma_backward, simt_backward, cpu_backward), ANY_ORDER: (wgmma_fused_backward,)}
+FAMILIES = {IN_ORDER: (wgmma_backward, mma_backward, simt_backward, cpu_backward), ANY_ORDER: (wgmma_fused_backward, mma_fused_backward)}
 
 
 class _OfRoles:

@@ -5,8 +5,8 @@ from functools import partial
 
 from schedules.build import compiled
 from schedules.families import (
-    cpu_backward, cpu_operand_gradients, delta, dq_cast, mma_backward, mma_operand_gradients, operand_gradients, simt_backward,
-    wgmma_backward, wgmma_fused_backward)
+    cpu_backward, cpu_operand_gradients, delta, dq_cast, mma_backward, mma_fused_backward, mma_operand_gradients, operand_gradients,
+    simt_backward, wgmma_backward, wgmma_fused_backward)
 from schedules.plan import Plan, fitting
 from schedules.registry import NoSchedule
 from te_defs.operand_gradients import dtype_of, require_gradient
@@ -15,7 +15,7 @@ from te_defs.workload import SINK
 #: By the order in which dQ is summed, in order of preference: the first family that does not decline is the default. In order, two runs
 #: give the same bits; in any order, all gradients come from one function that adds to float32 sums in memory.
 IN_ORDER, ANY_ORDER = "in-order", "any-order"
-FAMILIES = {IN_ORDER: (wgmma_backward, mma_backward, simt_backward, cpu_backward), ANY_ORDER: (wgmma_fused_backward,)}
+FAMILIES = {IN_ORDER: (wgmma_backward, mma_backward, simt_backward, cpu_backward), ANY_ORDER: (wgmma_fused_backward, mma_fused_backward)}
 #: Who schedules gradients of tensors behind the scale, in order of preference.
 OPERAND_FAMILIES = (mma_operand_gradients, operand_gradients, cpu_operand_gradients)
 

@@ -1,6 +1,7 @@
 """What the functions of te_defs/flash_attention_backward.py are made of, for families that schedule all by the same stages."""
 from dataclasses import dataclass, replace
 
+from schedules.families.mma_turns import fetched
 from schedules.outputs import only
 from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
 from te_defs.fused_backward import attention_dk_dv_dq
@@ -12,6 +13,7 @@ class Product:
 
     first, second  tiles in shared memory; None in the place of the first: a matrix in registers, which the block before has cast
     turned         whether the second is read transposed on its way
+    first_turned   whether the first is
     transposed     whether it is declared with rows and columns the other way round
     """
 
@@ -20,6 +22,12 @@ class Product:
     second: str
     turned: bool = False
     transposed: bool = False
+    first_turned: bool = False
+
+    @property
+    def form(self):
+        """Of mma.sync, see intrinsics.mma: one that adds to a sum starts from it, the others from zero."""
+        return "sum" if self.block.endswith("_new") else "part" if self.turned else "kq" if self.transposed else "qk"
 
 
 @dataclass(frozen=True)
@@ -96,3 +104,15 @@ FUSED_HANDED = replace(
     FUSED, products=tuple(replace(it, first="dS_cast_warp") if it.block == "dK_acc_new" else it for it in FUSED.products),
     statements=(*(it for it in DK_DV.statements[:-2] if not it.startswith("dK")), "dS_cast_warp", "dK_init", "dK_acc_new", "dQ_init",
                 "dQ_part", "dQ_part_warp", "dQ_part_warp_shared.dyn", "dQ_sum", *DK_DV.statements[-2:]))
+
+#: The same by mma.sync, with dQ's product among the others. Where P and dS are handed over by shared memory, two warps share the scores of
+#: the same keys.
+_PART = Product("dQ_part", "dS_cast", "K_tile", turned=True, first_turned=True)
+_HANDED = {"dV_acc_new": "P_cast", "dK_acc_new": "dS_cast"}
+MMA_ROLES = {"dq": DQ, "dk_dv": replace(DK_DV, statements=fetched(DK_DV.statements))}
+MMA_FUSED = replace(FUSED, products=(*FUSED.products, _PART), statements=(
+    *fetched(DK_DV.statements)[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_sum", *DK_DV.statements[-2:]))
+MMA_FUSED_HANDED = replace(
+    MMA_FUSED, products=(*(replace(it, first=_HANDED.get(it.block, it.first)) for it in FUSED.products), _PART),
+    statements=tuple(name for it in MMA_FUSED.statements if it != "dS_cast_shared.dyn"
+                     for name in ((it, f"{it}_warp") if it in _HANDED.values() else (it,))))

@@ -145,6 +145,10 @@ def lay_out_exchange(sch, plan, role):
         sch.transform_layout(block, ("write", 0), lambda i, c: (
             c // share * steps + i // intrinsics.WARP_ROWS, *intrinsics.accumulator_place(i, c % share)))
     sch.transform_layout(SET_DOWN, ("write", 0), sum_place)
+
+
+def lay_out_memory(sch, plan, role):
+    """Lay the sums in memory out as what is added to them: so many elements of a tile."""
     written = [region.source.name for region in sch.get(sch.get_sblock("attn")).writes]
     sums = "write", written.index("dQ_sum")
     lay_out_sums(sch, "attn", sums)
@@ -206,10 +210,10 @@ def use_exchange(sch, plan, role):
         sch.tensorize(row, names[block])
 
 
-STAGES = (place_exchange, wgmma_backward.place_buffers, wgmma_backward.lay_out_accumulators, lay_out_exchange, wgmma_backward.lay_out_boxes,
-          wgmma_backward.tile_products, tile_exchange, hide_sums, wgmma_backward.bind_grid, wgmma_backward.tell_statistics,
-          wgmma_backward.bind_accumulators, wgmma_backward.bind_products, bind_exchange, use_exchange, wgmma_backward.use_tensor_cores,
-          wgmma_backward.order_turn)
+STAGES = (place_exchange, wgmma_backward.place_buffers, wgmma_backward.lay_out_accumulators, lay_out_exchange, lay_out_memory,
+          wgmma_backward.lay_out_boxes, wgmma_backward.tile_products, tile_exchange, hide_sums, wgmma_backward.bind_grid,
+          wgmma_backward.tell_statistics, wgmma_backward.bind_accumulators, wgmma_backward.bind_products, bind_exchange, use_exchange,
+          wgmma_backward.use_tensor_cores, wgmma_backward.order_turn)
 
 
 def schedule(workload, plan, stages=None, strided=False):

@@ -165,36 +165,58 @@ def answer(forward, inputs, scale, arguments=(), device=None, storage="contiguou
     Raises RuntimeError where something else than the elements of `out` was written.
     """
     q, _, v = inputs
-    out, dtype = (*q.shape[:3], v.shape[-1]), q.dtype
-    placed, sizes = views(storage, (*(array.shape for array in inputs), out))
-    buffers = [np.full(size, np.nan, np.float32).astype(dtype) for size in sizes]
-    for view, array in zip(placed, inputs):
-        view.of(buffers[view.buffer])[:] = array
+    stored = _Stored(storage, (*inputs, _nothing((*q.shape[:3], v.shape[-1]), q.dtype)), device, without_batch)
     lse = tvm.runtime.tensor(np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32), device)
-    tensors = [tvm.runtime.tensor(buffer, device) for buffer in buffers]
-    main = [*(strided(tensors[view.buffer], view.without_batch() if without_batch else view) for view in placed),
-            lse._create_view(lse.shape[1:]) if without_batch else lse]
-    forward(*main, scale, *on_device((*arguments, *lengths), device))
-    written = tensors[-1].numpy()
-    found = placed[-1].of(written).copy()
-    placed[-1].of(written)[:] = np.array(np.nan, dtype)
-    if written.tobytes() != buffers[-1].tobytes():
-        raise RuntimeError("a kernel wrote beside the elements of its output")
-    return found, lse.numpy()
+    forward(*stored.views, lse._create_view(lse.shape[1:]) if without_batch else lse, scale, *on_device((*arguments, *lengths), device))
+    return *stored.written(3), lse.numpy()
 
 
-def answer_gradients(backward, inputs, scale, arguments=(), device=None, operands=()):
-    """[dq, dk, dv, gradients of operands] of one call of an exported function as NumPy arrays; the outputs hold NaN before.
+def answer_gradients(backward, inputs, scale, arguments=(), device=None, storage="contiguous", without_batch=False, operands=()):
+    """[dq, dk, dv, gradients of operands] of one call of an exported function as NumPy arrays; the rest as in `answer`.
 
     inputs     dout, q, k, v, out and lse
     arguments  what follows the scale, with dlse or None where there are operands
+    storage    where q, k, v and out lie, and so dq, dk, dv and dout
     operands   of the arguments, those whose gradients are asked for
     """
-    outputs = [np.full(array.shape, np.nan, np.float32).astype(array.dtype) for array in inputs[1:4]]
-    tensors = [tvm.runtime.tensor(np.ascontiguousarray(array), device) for array in (*inputs, *outputs)]
-    of_operands = [tvm.runtime.tensor(np.full(array.shape, np.nan, np.float32).astype(array.dtype), device) for array in operands]
-    backward(*tensors, scale, *on_device(arguments, device), *of_operands)
-    return [tensor.numpy() for tensor in (*tensors[6:], *of_operands)]
+    dout, q, k, v, out, lse = inputs
+    stored = _Stored(storage, (q, k, v, out), device, without_batch)
+    gradients = _Stored(storage, (*(_nothing(array.shape, array.dtype) for array in (q, k, v)), dout), device, without_batch)
+    *outputs, dout = gradients.views
+    lse = tvm.runtime.tensor(lse[0] if without_batch else lse, device)
+    of_operands = [tvm.runtime.tensor(_nothing(array.shape, array.dtype), device) for array in operands]
+    backward(dout, *stored.views, lse, *outputs, scale, *on_device(arguments, device), *of_operands)
+    return [*gradients.written(0, 1, 2), *(tensor.numpy() for tensor in of_operands)]
+
+
+def _nothing(shape, dtype):
+    return np.full(shape, np.nan, np.float32).astype(dtype)
+
+
+class _Stored:
+    """Arrays [batch, rows, heads, channels], such as q, k, v and out, on a device where a storage has them; between them lies NaN.
+
+    views  what a function is handed
+    """
+
+    def __init__(self, storage, arrays, device, without_batch):
+        self.placed, sizes = views(storage, [array.shape for array in arrays])
+        self.buffers = [_nothing(size, arrays[0].dtype) for size in sizes]
+        for view, array in zip(self.placed, arrays):
+            view.of(self.buffers[view.buffer])[:] = array
+        self.tensors = [tvm.runtime.tensor(buffer, device) for buffer in self.buffers]
+        self.views = [strided(self.tensors[view.buffer], view.without_batch() if without_batch else view) for view in self.placed]
+
+    def written(self, *places):
+        """The arrays at these places, now; RuntimeError where anything else has changed."""
+        now = [tensor.numpy() for tensor in self.tensors]
+        outputs = [self.placed[place] for place in places]
+        found = [view.of(now[view.buffer]).copy() for view in outputs]
+        for view in outputs:
+            view.of(now[view.buffer])[:] = view.of(self.buffers[view.buffer])
+        if any(after.tobytes() != before.tobytes() for after, before in zip(now, self.buffers)):
+            raise RuntimeError("a kernel wrote beside the elements of its output")
+        return found
 
 
 class DLTensor(ctypes.Structure):

@@ -249,6 +249,13 @@ def complaint(found, workload, q, k, v, scale, arguments, answers, lengths=()):
     return sentence
 
 
+def backward_case(workload, dout, q, k, v, scale=None, arguments=(), lengths=(), dlse=None):
+    """(what a backward function is handed: dO, Q, K, V, O and LSE, contiguous, these two rounded; dQ, dK, dV in float64; LSE in float64)."""
+    out, lse = forward(workload, q, k, v, scale, arguments, lengths)
+    answers = backward(workload, dout, q, k, v, out, lse, scale, arguments, lengths, dlse)
+    return tuple(map(np.ascontiguousarray, (dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)))), answers, lse
+
+
 def plain_backward(workload, dout, q, k, v, scale=None, arguments=(), dlse=None):
     """The yardstick of gradients: plain attention that reads the input type, its O and LSE, and sums in float32, in order; P, dS and the
     gradients are rounded to the input type."""

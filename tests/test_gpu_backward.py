@@ -5,19 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tvm
-import tvm_ffi
 
 from schedules.arch import arch_of_capability
-from schedules.artefact.export import export_artefact
 from schedules.backward import FAMILIES, adds
 from schedules.families import delta, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward
 from schedules.lowering.cuda_compile import cuda_compiler
-from scripts.kernels import build_gradients
 from te_defs import lengths, reference
 from te_defs.workload import Shape, Workload, make_arguments
 from tests import operands
-from tests.backward import Called, delta_alone, verdict
-from tests.stand_in_kernel import on_cuda, variant
+from tests.backward import Called, delta_alone, exported, verdict
 
 pytestmark = pytest.mark.gpu
 WORKLOADS = [Workload.parse(f"fwd_{name}") for name in (
@@ -56,13 +52,8 @@ def gradients(arch, toolkit, tmp_path_factory):
         if reason is not None:
             pytest.skip(f"{family.NAME} declines: {reason}")
         if (family, workload, made) not in known:
-            plain = Workload(workload.head_dim, workload.value_dim, workload.dtype)
-            with cuda_compiler(toolkit, (arch.name,)) as log:
-                forward = variant(tvm.compile(on_cuda(plain), arch.target()), arch, log.kernels)
             path = tmp_path_factory.mktemp("gpu") / "gradients.so"
-            variants = [kernel.variant for kernel in build_gradients(workload, arch, family=family, operands=made)]
-            export_artefact([forward], workload, path, {}, (), variants)
-            known[family, workload, made] = tvm_ffi.load_module(str(path))
+            known[family, workload, made] = exported(family, workload, arch, path, toolkit, made)
         return known[family, workload, made]
     return make
 

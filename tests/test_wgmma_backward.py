@@ -15,7 +15,7 @@ PLANS = {"dq": wgmma_backward.WgmmaBackwardPlan(q_tile=64, kv_tile=32),
          "dk_dv": wgmma_backward.WgmmaBackwardPlan(q_tile=32, kv_tile=64)}
 APART = {"dq": wgmma_backward.WgmmaBackwardPlan(q_tile=64, kv_tile=32, single=1),
          "dk": wgmma_backward.WgmmaBackwardPlan(q_tile=32, kv_tile=64, single=1),
-         "dv": wgmma_backward.WgmmaBackwardPlan(q_tile=32, kv_tile=64, across=1)}
+         "dv": wgmma_backward.WgmmaBackwardPlan(q_tile=32, kv_tile=64, single=1)}
 WORKLOADS = [Workload(64, 128, "float16", "causal"),
              Workload.parse("fwd_d64_dv64_bf16_window+softcap"), Workload(40, 72, "float16", "causal")]
 WIDE = [Workload(256, 192, "float16", "causal"), Workload.parse("fwd_d136_dv72_bf16_window+softcap")]
@@ -78,7 +78,8 @@ def test_declines_with_a_reason(workload, arch, reason):
     ("dk_dv", dict(q_tile=48), "q_tile must be a multiple of 32, found 48: round it"),
     ("dk_dv", dict(stages=0), "stages must be from 1 to 16, found 0: correct it"),
     ("dk_dv", dict(stages=9), r"shared memory of plan \(.*\) must stay within 232448 bytes on sm_90a, found"),
-    ("dk_dv", dict(single=2), "single must be 0 or 1, found 2: correct it"),
+    ("dk_dv", dict(single=1), "single must be 0, or 1 for dq, dk, dv, found 1: correct it"),
+    ("dv", dict(across=1), "across must be an order of dv, found 1: choose 0"),
     ("dk", dict(across=1), "across must be an order of dk, found 1: choose 0"),
     ("dk", dict(single=0), r"shared memory of plan \(.*\) must stay within 232448 bytes on sm_90a, found"),
     ("dk_dv", dict(q_tile=128), r"registers, about of plan \(.*\) must stay within 232 per consumer on sm_90a, found"),

@@ -60,8 +60,6 @@ ACROSS = {
                    "dK_acc", "P_cast", "dV_init", "dV_acc_new", "dP_warp", "dS"),
                   {"S_warp": (), "dV_acc": (events.DO,), "dK_acc": (events.Q,), "dP_warp": ()},
                   ("dV_acc", "dS_cast", "dK_init", "dK_acc_new", "dK_acc")),
-    "dv": Turn((*_LOADS[:3], "S_init", "S", "dV_init", "dV_acc_new", "S_warp", "P", "P_masked", "dV_acc", "P_cast"),
-               {"S_warp": (), "dV_acc": (events.Q, events.DO)}, ("dV_init", "dV_acc_new", "dV_acc")),
     "fused": Turn((*_LOADS, "S_init", "S", "dV_acc", "dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "S_warp",
                    "P", "P_masked", *_ADDED, "dP_init", "dP", "dK_acc", "P_cast", "dV_init", "dV_acc_new", "dP_warp", "dS"),
                   {"S_warp": (), "dV_acc": (events.DO,), "dQ_part_warp": (), "dK_acc": (events.Q,), "dP_warp": ()},

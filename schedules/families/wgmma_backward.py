@@ -66,7 +66,7 @@ class WgmmaBackwardPlan(Plan):
     loader_registers  registers per thread that the loader warpgroup keeps, a multiple of 8; the consumers share the rest
     across            0: one turn behind the other; else the second part of a turn runs beside the first of the next (backward_turns).
                       2: no wait that stands behind the exponentials is moved up; 3: this, and dQ is awaited in front of them
-    single            1: the tile that comes by for dP alone, V or dO, has one copy
+    single            1: one of the tiles that come by has one copy (SINGLE_RINGS)
     """
 
     stages: int = 2
@@ -90,11 +90,15 @@ PRODUCTS_OF_TILES = ("S", "dP")
 #: Copies of products, as cache_read names them, with the block that reads the product first: later the places to wait for them.
 READY = {"S_warp": ("P", "S"), "dP_warp": ("dS", "dP")}
 
+#: The tile of which one copy may be enough: what comes by for dP alone is free again before the middle of a turn, and dO is needed for dV
+#: only after it.
+SINGLE_RINGS = {"dq": events.V, "dk": events.DO, "dv": events.DO}
+
 #: (q_tile, kv_tile, stages, loader_registers, across, single) for each role, by most channels. One of the loader's warps has indices of two
 #: loops in registers for dK and dV; up to 40 cost two consumer warpgroups no more than 32 do.
 TILES = {"dq": {64: (128, 128, 2, 24), 128: (128, 128, 2, 24), 192: (128, 96, 2, 24, 0, 1), 256: (128, 64, 2, 24, 0, 1)},
          "dk_dv": {64: (96, 128, 2, 40), 128: (64, 128, 2, 40)},
-         "dk": {192: (96, 128, 2, 40, 0, 1), 256: (64, 128, 2, 40, 0, 1)}, "dv": {192: (96, 128, 2, 40), 256: (64, 128, 2, 40)}}
+         "dk": {192: (96, 128, 2, 40, 0, 1), 256: (64, 128, 2, 40, 0, 1)}, "dv": {192: (96, 128, 2, 40), 256: (96, 128, 2, 40, 0, 1)}}
 #: The same, and `across`, for dQ of 128 channels where all rows see all keys: 6 % faster.
 EVEN_TILE = (128, 96, 3, 24, 2)
 #: The same where scores are modified, whose slope needs S as long as dS does, and for dQ where tiles have masks at both ends.
@@ -136,7 +140,8 @@ def budget(role, workload, arch, plan, more_bytes=0):
     require(plan.q_tile % row_statistics.ROWS == 0, f"q_tile must be a multiple of {row_statistics.ROWS}", plan.q_tile, "round it")
     require(1 <= plan.stages <= 16, "stages must be from 1 to 16", plan.stages, "correct it")
     require(0 <= plan.across < len(ORDERS) and role in ORDERS[plan.across], f"across must be an order of {role}", plan.across, "choose 0")
-    require(plan.single in (0, 1), "single must be 0 or 1", plan.single, "correct it")
+    require(plan.single in ((0, 1) if role in SINGLE_RINGS else (0,)), f"single must be 0, or 1 for {', '.join(SINGLE_RINGS)}", plan.single,
+            "correct it")
     single = single_ring(role, plan)
     rows = {load: stays for load in it.stays} | {load: streams * (1 if ring_of(load) == single else plan.stages) for load in it.streams}
     numbers = len(it.statistics) * plan.q_tile * (1 if it.rows == "i" else plan.stages)
@@ -190,8 +195,8 @@ def product_channels(sch, role):
 
 
 def single_ring(role, plan):
-    """The ring of which there is one copy, that of the tile that comes by for dP alone; None where there is no such."""
-    return turn_of(role, plan).releases["dP_warp"][0] if plan.single else None
+    """The ring of which there is one copy; None where there is no such."""
+    return SINGLE_RINGS[role] if plan.single else None
 
 
 def ready_of(role):

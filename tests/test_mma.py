@@ -13,7 +13,8 @@ from schedules.lowering import software_pipeline
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.plan import PlanError
 from te_defs.workload import Workload
-from tests.numbers import RAGGED, verdict
+from tests.numbers import QUICK_LLVM, RAGGED, verdict
+from tests.source_alone import source_alone
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +36,7 @@ def after_stage():
     def build_prefix(workload, stages):
         if (workload, stages) not in known:
             plan = mma.MmaPlan(q_tile=64, kv_tile=32, warps=2)
-            known[workload, stages] = tvm.compile(schedule(mma, workload, plan, stages).mod, "llvm")
+            known[workload, stages] = tvm.compile(schedule(mma, workload, plan, stages).mod, QUICK_LLVM)
         return known[workload, stages]
     return build_prefix
 
@@ -53,36 +54,36 @@ def test_padded_channels_before_the_first_bind(after_stage, case):
     assert verdict(after_stage(workload, len(UNBOUND)), workload, *RAGGED[case]) is None
 
 
-@pytest.fixture(scope="module")
-def compile_plan(toolkit):
-    """Function (workload, arch, plan) -> (CUDA source, CompiledKernel)."""
-    def make(workload, arch, plan):
-        with cuda_compiler(toolkit, (arch.name,), CudaOptions(**mma.compiler_options(plan))) as log:
-            module = build(schedule(mma, workload, plan).mod, mma, arch)
-        return module.imports[0].inspect_source(), log.last
-    return make
-
-
 @pytest.mark.parametrize("workload, arch", COMPILED, ids=lambda value: getattr(value, "name", value))
-def test_seed_plan_compiles(compile_plan, figures, workload, arch):
+def test_seed_plan_compiles(toolkit, figures, workload, arch):
     arch = cuda_arch(arch)
-    source, kernel = compile_plan(workload, arch, mma.default_plan(workload, arch))
+    plan = mma.default_plan(workload, arch)
+    with cuda_compiler(toolkit, (arch.name,), CudaOptions(**mma.compiler_options(plan))) as log:
+        source = build(schedule(mma, workload, plan).mod, mma, arch).imports[0].inspect_source()
+    kernel = log.last
     for instruction in ("mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4", "cp.async.cg.shared.global", "__any_sync"):
         assert instruction in source
     assert "__activemask" not in source and kernel.warnings == ()
     figures(f"mma {workload.name} {arch.name}", {"registers": kernel.most("registers"), "spilled_bytes": kernel.most("spill_store_bytes")})
 
 
-def test_rescale_is_skipped_only_where_asked(compile_plan):
-    workload, arch = WORKLOADS[0], cuda_arch("sm_80")
-    plan = mma.default_plan(workload, arch)
-    assert "__any_sync" not in compile_plan(workload, arch, plan.but(lazy_rescale=0))[0]
+@pytest.fixture
+def source_of(toolkit):
+    """Function (workload, changes of its seed for sm_80) -> CUDA source."""
+    def make(workload, **changes):
+        arch = cuda_arch("sm_80")
+        with source_alone(toolkit, arch.name):
+            mod = schedule(mma, workload, mma.default_plan(workload, arch).but(**changes)).mod
+            return build(mod, mma, arch).imports[0].inspect_source()
+    return make
 
 
-def test_key_loop_is_split_where_the_mask_ends(compile_plan):
-    workload, arch = Workload(64, 64, "float16", "causal"), cuda_arch("sm_80")
-    source, _ = compile_plan(workload, arch, mma.default_plan(workload, arch))
-    _before, masked, unmasked = re.split(r"\n  for \(int t", source)
+def test_rescale_is_skipped_only_where_asked(source_of):
+    assert "__any_sync" not in source_of(WORKLOADS[0], lazy_rescale=0)
+
+
+def test_key_loop_is_split_where_the_mask_ends(source_of):
+    _before, masked, unmasked = re.split(r"\n  for \(int t", source_of(Workload(64, 64, "float16", "causal")))
     unmasked = unmasked.split("wait_group_0")[0]  # the last tile is computed behind the loop
     assert "CUDART_INF_F" in masked and "CUDART_INF_F" not in unmasked and "mma" in unmasked
 

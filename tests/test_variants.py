@@ -44,17 +44,32 @@ def code_for(name, *archs, **limits):
     return variant(None, cuda_arch(archs[0]), [CompiledKernel(b"", archs, (), ())], name, **limits)
 
 
+#: Libraries of `link_numbers` as bytes, each linked once.
+LINKED = {}
+
+
 def link_numbers(variants, folder, workload=WORKLOAD):
-    """flash_attention_forward of a workload over host functions that return their place, or minus their place for scales below zero."""
+    """flash_attention_forward of a workload over host functions that return their place, or minus their place for scales below zero; of a
+    library of its own, since a library keeps what it has asked and said."""
+    key, library = (repr(variants), workload), folder / "numbers.so"
+    if key not in LINKED:
+        link(variants, folder, workload, library)
+        LINKED[key] = library.read_bytes()
+    library.unlink(missing_ok=True)  # the loader knows an inode again
+    library.write_bytes(LINKED[key])
+    return tvm_ffi.load_module(str(library)).flash_attention_forward
+
+
+def link(variants, folder, workload, library):
+    """Compile and link what `link_numbers` loads."""
     body = "(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) { result->type_index = kTVMFFIInt; result->v_int64 = "
     functions = [f"int __tvm_ffi_{name}{body}{sign * place}; return 0; }}"
                  for place in range(1, len(variants) + 1) for name, sign in zip(kernel_names(place), (1, -1))]
-    source, library = folder / "numbers.c", folder / "numbers.so"
+    source = folder / "numbers.c"
     source.write_text("\n".join(["#include <tvm/ffi/c_api.h>", *functions, ""]))
     entry = compile_entry(workload, variants, {}, folder)
     includes = [f"-I{path}" for path in (tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
     run_c_compiler(["-shared", "-fPIC", "-x", "c", *includes, str(source), "-x", "none", str(entry), "-o", str(library)])
-    return tvm_ffi.load_module(str(library)).flash_attention_forward
 
 
 @pytest.fixture(params=["{}", "{}        "], ids=["in_the_value", "object"])

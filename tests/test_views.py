@@ -15,9 +15,8 @@ from schedules.arch import cuda_arch
 from schedules.artefact.export import export_artefact
 from schedules.build import build, schedule, strided_of
 from schedules.families import mma, simt, wgmma
-from schedules.lowering import cuda_compile
-from schedules.lowering.cuda_compile import CompiledKernel, cuda_compiler
 from te_defs.workload import Workload
+from tests.source_alone import source_alone
 from tests.stand_in_kernel import on_cpu
 from tests.test_artefact import B, G, H, M, N, SHAPES, WORKLOAD, call, ones, untouched  # noqa: F401, a fixture
 
@@ -116,8 +115,7 @@ def text_of(toolkit):
     """Function (family, name of a workload, architecture, strided) -> CUDA source of the kernel of its default plan, not compiled."""
     def make(family, workload, name, strided):
         arch, workload = cuda_arch(name), Workload.parse(workload)
-        with pytest.MonkeyPatch.context() as patch, cuda_compiler(toolkit, (name,)):
-            patch.setattr(cuda_compile, "compile_cuda", lambda code, archs, *_: CompiledKernel(code.encode(), archs, (), ()))
+        with source_alone(toolkit, name):
             mod = schedule(family, workload, family.default_plan(workload, arch), strided=strided).mod
             source = build(mod, family, arch).imports[0].inspect_source()
         return source[source.rindex('extern "C"'):]

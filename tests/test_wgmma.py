@@ -15,12 +15,13 @@ from schedules.build import build, schedule
 from schedules.families import wgmma, wgmma_plan
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import LANES
-from schedules.lowering import cuda_compile, register_shares, rings, software_pipeline, toolkit as toolkits
-from schedules.lowering.cuda_compile import CompiledKernel, CudaOptions, cuda_compiler
+from schedules.lowering import register_shares, rings, software_pipeline, toolkit as toolkits
+from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.plan import Calls, PlanError
 from schedules.space import Space
 from te_defs.workload import Workload
-from tests.numbers import RAGGED, verdict
+from tests.numbers import QUICK_LLVM, RAGGED, verdict
+from tests.source_alone import source_alone
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,7 @@ def after_stage():
     def build_prefix(workload, stages):
         if (workload, stages) not in known:
             plan = wgmma.WgmmaPlan(q_tile=64, kv_tile=32)
-            known[workload, stages] = tvm.compile(schedule(wgmma, workload, plan, stages).mod, "llvm")
+            known[workload, stages] = tvm.compile(schedule(wgmma, workload, plan, stages).mod, QUICK_LLVM)
         return known[workload, stages]
     return build_prefix
 
@@ -87,8 +88,7 @@ def text_of(toolkit, compile_plan):
 
     def make(plan):
         if plan not in known:
-            with pytest.MonkeyPatch.context() as patch, cuda_compiler(toolkit, (ARCH.name,)):
-                patch.setattr(cuda_compile, "compile_cuda", lambda code, archs, *_: CompiledKernel(code.encode(), archs, (), ()))
+            with source_alone(toolkit, ARCH.name):
                 module = build(schedule(wgmma, CAUSAL, plan).mod, wgmma, ARCH)
             known[plan] = kernel_text(module.imports[0].inspect_source())
         return known[plan]

@@ -7,8 +7,9 @@ operand of the products that add to dV, dK and dQ, straight from registers; the 
 more, with its channels side by side. S and dP are issued together, and the product with P runs beside the arithmetic on dS.
 
 The budget. Per thread the accumulators take (D + DV) / 2 of 240 registers (dQ: D / 2), S and dP half of the rows of a tile that comes by
-each, and their casts half of that. Shared memory holds the tiles that stay once, and those that come by once for each stage of a ring.
-Products run over channels rounded up to 16; shared tiles have rows of whole swizzled lines, at whose ends the accelerator puts zeros.
+each, and the cast of P half of that where it is an operand; dS is cast in dP's registers. Shared memory holds the tiles that stay once, and
+those that come by once for each stage of a ring. Products run over channels rounded up to 16; shared tiles have rows of whole swizzled
+lines, at whose ends the accelerator puts zeros.
 
 Above 128 channels the sums of dK and dV do not fit together, and each takes a function of its own, from the same declaration by what it
 needs (schedules/outputs.py): eight products, all with 128 rows that stay. Two tiles of 128 rows and 256 channels leave room for three of
@@ -149,7 +150,7 @@ def budget(role, workload, arch, plan, more_bytes=0):
               + row_statistics.NUMBER_BYTES * numbers + rings.bookkeeping_bytes(plan.stages, 1, len(it.stays)) + more_bytes)
     sums = sum(products[out[1:]] for _, _, out in it.sums) // 2
     scores = streams // 2 * sum(product.block in PRODUCTS_OF_TILES for product in it.products)
-    casts = streams // 4 * sum(block.endswith("_cast") for block in it.scores)
+    casts = streams // 4 * (sum(block.endswith("_cast") for block in it.scores) - 1)  # the last takes the registers of its own matrix
     return Budget((
         ("threads", register_shares.GROUP * (groups + 1), arch.threads_per_block, "of a block"),
         ("shared memory", shared, arch.smem_bytes, "bytes"),

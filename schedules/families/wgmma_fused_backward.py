@@ -55,8 +55,8 @@ def decline(workload, arch):
 
 
 def default_plan(workload, arch):
-    """The tile for so many channels."""
-    channels = max(workload.head_dim, workload.value_dim)
+    """The tile for so many channels; where scores are modified the smaller one, as their slope needs S as long as dS does."""
+    channels = max(TILES) if workload.score else max(workload.head_dim, workload.value_dim)
     plans = (WgmmaBackwardPlan(*tile) for most, tile in sorted(TILES.items()) if most >= channels)
     return first_of(fitting(plans, budget, workload, arch), NAME, workload, arch)
 

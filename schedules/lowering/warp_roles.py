@@ -144,8 +144,9 @@ class _Roles(Turns):
         self.peeled = any(isinstance(call.args[-1], tirx.IntImm) for call in work_tiles.events_in(program, "wait_full"))
         work = work_tiles.flat(self.waves.body.then_case) if self.waves is not None else program
         tensors = [param for param in func.params if hasattr(param, "data")]
-        # Where the queries have one place only, the next ones would wait for it.
-        self.output = bulk_stores.output_of(work, self.loads[events.Q], tensors) if self.waves is None or self.query_stages > 1 else None
+        # Where the queries have one place only, the next ones would wait for it; where they come by, they are not those that are written.
+        takes_place = events.Q in self.stays and (self.waves is None or self.query_stages > 1)
+        self.output = bulk_stores.output_of(work, self.loads[events.Q], tensors) if takes_place else None
         self.maps = {ring: tirx.Var(f"{events.RINGS[ring]}_map", bulk_loads.tensor_map_type()) for ring in self.loads}
         self.entry_rows = {ring: tirx.Var(f"{events.RINGS[ring]}_entry_rows", "int32") for ring in self.loads}
 

@@ -19,7 +19,8 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
 from te_defs.blocks import block, product
-from te_defs.flash_attention_backward import Parameters, attention_dk_dv
+from te_defs.backward_parameters import Parameters
+from te_defs.flash_attention_backward import attention_dk_dv
 
 #: Parameters of attention_dk_dv before its outputs, and all of its own; the one for the sums of dQ is declared behind them.
 OPERANDS, OWN = 6, 9

@@ -22,10 +22,11 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from te_defs.arguments import ModifierError
+from te_defs.backward_parameters import Parameters
 from te_defs.blocks import block, each, load, product
 from te_defs.evaluate import UnknownExpression
 from te_defs.flash_attention import LOG2_E
-from te_defs.flash_attention_backward import Parameters, load_statistics, probabilities
+from te_defs.flash_attention_backward import load_statistics, probabilities
 from te_defs.integers import tiles_of
 from te_defs.workload import SINK, WorkloadError
 

@@ -70,7 +70,8 @@ class Called:
             inputs, dlse = [array[0] for array in inputs], dlse[0]
             arguments = (*arguments, int(np.diff(arguments[-2]).max(initial=0)))  # max_k, from cu_seqlens_k
         operands = [named[name] for name in self.made]
-        first, again = (answer_gradients(self.backward, inputs, scale, (*arguments, dlse), self.device, operands=operands) for _ in range(2))
+        asked = scale, (*arguments, dlse), self.device
+        first, again = (answer_gradients(self.backward, inputs, *asked, operands=operands) for _ in range(2))
         assert [array.tobytes() for array in first] == [array.tobytes() for array in again], "two runs differ"
         return dict(zip(self.made, first[3:]))[self.name]
 

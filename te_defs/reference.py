@@ -235,7 +235,7 @@ def mismatch(out, lse, answer, lse_answer, bound, lse_bound=LSE_TOLERANCE):
 
 
 def backward_case(workload, dout, q, k, v, scale=None, arguments=(), lengths=(), dlse=None):
-    """(what a backward function is handed: dO, Q, K, V, O and LSE, contiguous, these two rounded; dQ, dK, dV in float64; LSE in float64)."""
+    """((dO, Q, K, V, O, LSE) as a backward function takes them, contiguous and rounded; (dQ, dK, dV) and LSE in float64)."""
     out, lse = forward(workload, q, k, v, scale, arguments, lengths)
     answers = backward(workload, dout, q, k, v, out, lse, scale, arguments, lengths, dlse)
     return tuple(map(np.ascontiguousarray, (dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)))), answers, lse

@@ -119,8 +119,8 @@ class Output:
 
 
 def output_of(work, queries, tensors):
-    """The Output of a work tile; None where it writes gradients, where its rows are no whole chunks, or longer than those of the queries, or
-    may end in the middle of the tensor."""
+    """The Output of a work tile; None where it writes gradients, where its rows are no whole chunks, or longer than those of the queries,
+    or may end in the middle of the tensor."""
     def stores(stmt):
         found = []
         tvm_ffi.structural_walk(stmt, (tirx.AttrStmt, lambda mark: found.append(mark) if mark.attr_key == wide_stores.WIDE_STORE else None))

@@ -250,7 +250,7 @@ def complaint(found, workload, q, k, v, scale, arguments, answers, lengths=()):
 
 
 def backward_case(workload, dout, q, k, v, scale=None, arguments=(), lengths=(), dlse=None):
-    """(what a backward function is handed: dO, Q, K, V, O and LSE, contiguous, these two rounded; float64 dQ, dK, dV; float64 LSE)."""
+    """((dO, Q, K, V, O, LSE) as a backward function takes them, contiguous and rounded; (dQ, dK, dV) and LSE in float64)."""
     out, lse = forward(workload, q, k, v, scale, arguments, lengths)
     answers = backward(workload, dout, q, k, v, out, lse, scale, arguments, lengths, dlse)
     return tuple(map(np.ascontiguousarray, (dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)))), answers, lse

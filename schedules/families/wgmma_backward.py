@@ -107,6 +107,9 @@ SMALLER_TILES = {"dq": {64: (128, 80, 2, 40), 128: (128, 80, 2, 40), 192: (128, 
                  "dk_dv": {64: (64, 128, 2, 40), 128: (32, 128, 3, 40)},
                  "dk": {192: (64, 128, 2, 40), 256: (32, 128, 3, 40)}, "dv": {192: (64, 128, 2, 40), 256: (64, 128, 2, 40)}}
 
+#: The same above 192 channels for dQ where scores are modified and tiles have masks at both ends, whose bits take registers, too.
+SMALLEST_TILE = (128, 32, 2, 40)
+
 
 def decline(workload, arch):
     """Why this family does not take the workload, or None."""
@@ -121,10 +124,12 @@ def apart(workload):
 def default_plan(role, workload, arch):
     """The tile for so many channels."""
     channels = max(workload.head_dim, workload.value_dim)
-    smaller = workload.score or role == "dq" and not workload.mask_class.from_start
+    both_ends = role == "dq" and not workload.mask_class.from_start
+    smaller = workload.score or both_ends
     tiles = [tile for most, tile in sorted((SMALLER_TILES if smaller else TILES)[role].items()) if most >= channels]
     even = (workload.mask, workload.score, workload.lengths, workload.head_dim, workload.value_dim) == ("full", "", "uniform", 128, 128)
-    plans = [WgmmaBackwardPlan(*tile) for tile in ([EVEN_TILE] if even and role == "dq" else []) + tiles]
+    first = [EVEN_TILE] if even and role == "dq" else [SMALLEST_TILE] if workload.score and both_ends and channels > 192 else []
+    plans = [WgmmaBackwardPlan(*tile) for tile in first + tiles]
     if not wgmma_plan.whole_lines(workload):
         plans = [plan.but(loader_registers=max(plan.loader_registers, BUSY_LOADER_REGISTERS)) for plan in plans]
     return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)

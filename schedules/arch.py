@@ -116,7 +116,7 @@ _WGMMA_SEEDS = {
     (96, "causal"): dict(q_tile=192, kv_tile=96, shared_decode=1, stages=3, query_stages=2, late_wait=0, loader_registers=32),
     (128, "full"): dict(q_tile=128, kv_tile=128, query_stages=2),
     (128, "causal"): dict(q_tile=128, kv_tile=128, shared_decode=1, query_stages=2),
-    (128, "window"): dict(q_tile=128, kv_tile=128, shared_decode=1, query_stages=2),
+    (128, "window"): dict(q_tile=128, kv_tile=128, shared_decode=1, query_stages=2, ping_pong=0),
     (192, "full"): dict(q_tile=128, kv_tile=128, shared_decode=1),
     (192, "causal"): dict(q_tile=128, kv_tile=128, ping_pong=0),
     (192, "window"): dict(q_tile=128, kv_tile=128, ping_pong=0),

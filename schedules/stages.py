@@ -25,17 +25,30 @@ def split_fragment_rows(sch, loop, warps):
     return sch.split(loop, factors=[warps, None, 2, 8])
 
 
-def own_fragment(sch, block, warps, vectorize=None):
+def share_columns(sch, warp, column, parts):
+    """Divide the columns of what a warp has, whose loop is the one inside that over warps, among so many warps: (loop over all of them,
+    columns of one)."""
+    if parts == 1:
+        return warp, column
+    part, column = sch.split(column, factors=[parts, None])
+    return sch.fuse(warp, part), column
+
+
+def own_fragment(sch, block, warps, parts=1, vectorize=None):
     """Let every lane of a warp compute the elements of a matrix [rows, columns] that it holds in its fragment registers.
 
     Loop nest of the block::
 
         warp @threadIdx.y, lane @threadIdx.x, unrolled 16-row step, 16-column step, column half, row half, column pair
 
+    parts      of the columns, each by a warp of its own
     vectorize  elements of the pair that one store writes, 1 or 2 (an integer or a random variable); None unrolls the pair
     """
     i, j = loops_of(sch, block, 2)
     warp, step, half, row = split_fragment_rows(sch, i, warps)
+    if parts > 1:
+        sch.reorder(warp, j, step, half, row)
+        warp, j = share_columns(sch, warp, j, parts)
     column, column_half, quad, pair = sch.split(j, factors=[None, 2, 4, 2])
     sch.reorder(warp, row, quad, step, column, column_half, half, pair)
     sch.bind(warp, "threadIdx.y")
@@ -60,30 +73,34 @@ def bind_lanes(sch, row, column):
     return eight
 
 
-def own_output(sch, block, warps):
+def own_output(sch, block, warps, parts=1):
     """Let every lane store what it holds of an output [rows, columns]: whole blocks of eight columns where there are four for each lane of
     a quad, else the pairs that it holds side by side."""
-    if int(sch.get(loops_of(sch, block)[-1]).extent) % wide_stores.COLUMNS == 0:
-        _own_wide_rows(sch, block, warps)
+    if int(sch.get(loops_of(sch, block)[-1]).extent) // parts % wide_stores.COLUMNS == 0:
+        own_rows(sch, block, warps, parts, wide_stores.QUAD, wide_stores.WIDE_STORE)
     else:
-        own_fragment(sch, block, warps, vectorize=2)
+        own_fragment(sch, block, warps, parts, vectorize=2)
 
 
-def _own_wide_rows(sch, block, warps):
-    """Let every lane store whole blocks of eight columns of a matrix [rows, columns] that is held in accumulators (lowering.wide_stores).
+def own_rows(sch, block, warps, parts, blocks, mark):
+    """Let every lane handle a row of a matrix [rows, columns] that is held in accumulators by so many blocks of eight columns at once; the
+    nest of each is marked for a pass (lowering.wide_stores, lowering.reduce_adds).
 
     Loop nest of the block::
 
-        warp @threadIdx.y, lane @threadIdx.x, unrolled 16-row step, row half, group of four blocks, block, column pair
+        warp @threadIdx.y, lane @threadIdx.x, unrolled 16-row step, row half, group of blocks, block, column pair
     """
     i, j = loops_of(sch, block, 2)
     warp, step, half, row = split_fragment_rows(sch, i, warps)
-    group, eight, quad, pair = sch.split(j, factors=[None, wide_stores.QUAD, 4, 2])
+    if parts > 1:
+        sch.reorder(warp, j, step, half, row)
+        warp, j = share_columns(sch, warp, j, parts)
+    group, eight, quad, pair = sch.split(j, factors=[None, blocks, 4, 2])
     sch.reorder(warp, row, quad, step, half, group, eight, pair)
     sch.bind(warp, "threadIdx.y")
     sch.bind(sch.fuse(row, quad), "threadIdx.x")
     unroll_all(sch, (step, half, group, eight, pair))
-    sch.annotate(eight, wide_stores.WIDE_STORE, 1)
+    sch.annotate(eight, mark, 1)
 
 
 def own_statistics(sch, block, warps):

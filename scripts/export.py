@@ -14,6 +14,7 @@ from schedules.artefact.variant import limits_of
 from schedules.plan import Plan, fitting
 from scripts import cli, options
 from scripts.kernels import build_gradients, build_kernels, write_artefact
+from te_defs.operand_gradients import require_gradient
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ def make_parser():
                         help="a further variant for calls that those before it cannot serve, such as sm_80 sm_89: lowered for the first of "
                              "these architectures, tuned where a log is for that, else with the default plan; can be repeated")
     options.add_backward(parser, "put the gradients in, too: a function flash_attention_backward")
+    parser.add_argument("--gradients-of", nargs="+", default=[], metavar="NAME",
+                        help="tensors behind the scale whose gradients it makes, too, such as bias, slopes or sink: further outputs "
+                             "behind dlse, in the order of the call")
     parser.add_argument("--output", type=Path, default=None, help="the .so to write; None: build/<device>/<workload>.so")
     parser.add_argument("--seed", type=options.seed, default=0, help="seed of the check cases")
     return parser
@@ -98,18 +102,22 @@ def run(args):
             raise cli.UsageError(f"{option} for a CUDA target, found target {device.arch.name}: leave them out")
     if args.output is not None and (args.output.suffix != ".so" or args.output.is_dir()):
         raise cli.UsageError(f"--output must be a file that ends in .so, found {str(args.output)!r}: name one")
+    if args.gradients_of and not args.backward:
+        raise cli.UsageError(f"--gradients-of goes with --backward, found {' '.join(args.gradients_of)} alone: add it")
+    for name in args.gradients_of:  # before anything is built
+        require_gradient(workload, name)
     output = args.output or Path("build", device.slug or device.arch.name, f"{workload.name}.so")
     first, *further = choices = chosen(args, device, workload)
     cli.echo(command="export", device=device.description, workload=workload.name, family=first.family.NAME, plan=str(first.plan),
              archs=first.archs, also=[{"family": it.family.NAME, "plan": str(it.plan), "archs": it.archs,
                                        "tuned_on": it.measured and it.measured["device"]} for it in further],
-             backward=args.backward, output=output, seed=args.seed)
+             backward=args.backward, gradients_of=args.gradients_of, output=output, seed=args.seed)
     kernels = []
     for it in choices:
         kernels += build_kernels(it.family, workload, it.plan, it.arch, it.archs, it.measured, len(kernels) + 1)
     gradients = []
     for it in choices if args.backward else ():
-        gradients += build_gradients(workload, it.arch, it.archs, len(gradients) + 1, order=args.backward)
+        gradients += build_gradients(workload, it.arch, it.archs, len(gradients) + 1, order=args.backward, operands=args.gradients_of)
     for line in [line for kernel in (*kernels, *gradients) for line in kernel.figures()]:
         print(line)
     for path in write_artefact(kernels, workload, output, args.seed, gradients):

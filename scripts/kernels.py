@@ -101,7 +101,7 @@ def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1
             for number, (found, (of, entry, serves)) in enumerate(zip(figures, wanted), place)]
 
 
-def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, order=backward.IN_ORDER):
+def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, order=backward.IN_ORDER, operands=()):
     """Kernels of the gradients of a workload, lowered for `arch`: one, or where views with strides have one of their own, two.
 
     archs   further architectures, as in `build_kernel`
@@ -109,16 +109,23 @@ def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, 
     family  None: the first that takes the workload
     plans   schedules.backward.Plans; None: the family's seeds
     order   in which dQ is summed, a key of schedules.backward.FAMILIES
+    operands  names of tensors behind the scale whose gradients are made, too
     """
+    operands = backward.operands(workload, operands, arch)
     family = family or backward.taker(workload, arch, order)
     plans = plans or backward.default_plans(family, workload, arch)
-    runs_later, kernels = portable(arch, lambda row: backward.fit(family, workload, plans, row)), []
+    runs_later, kernels = portable(arch, lambda row: backward.fit(family, workload, plans, row, operands)), []
     for number, strided in enumerate(family.STRIDED, place):
         toolkit, compiling = compiler(arch, archs, family.compiler_options(getattr(plans, "dk_dv", plans)))
         with compiling as log:
             module = backward.build(family, workload, plans, arch, number, strided)
-        variant = variant_of(module, family, arch, plans, log.kernels if log else (), serves=Calls(strided=strided), portable=runs_later)
-        kernels.append(Kernel(replace(variant, adds=backward.adds(family)), toolkit))
+        compiled = log.kernels if log else ()
+        if operands.names:
+            with compiler(arch, archs, operands.family.compiler_options(operands.plan))[1] as log:
+                module.import_module(backward.build_operands(workload, operands, arch, number, strided))
+            compiled = *compiled, *(log.kernels if log else ())
+        variant = variant_of(module, family, arch, plans, compiled, serves=Calls(strided=strided), portable=runs_later)
+        kernels.append(Kernel(replace(variant, sum_rows=plans.q_tile if backward.adds(family) else 0, operands=operands), toolkit))
     return kernels
 
 
@@ -129,7 +136,9 @@ def write_artefact(kernels, workload, path, seed=0, gradients=()):
     """
     variants, backward_variants = ([kernel.variant for kernel in some] for some in (kernels, gradients))
     manifest = describe(workload, variants, kernels[0].toolkit, backward_variants)
-    return export_artefact(variants, workload, path, manifest, check_cases(workload, seed, bool(gradients)), backward_variants)
+    operands = backward_variants[0].operands.names if backward_variants else ()
+    cases = check_cases(workload, seed, bool(gradients), operands)
+    return export_artefact(variants, workload, path, manifest, cases, backward_variants)
 
 
 def build_artefact(family_name, workload, plan, arch, path, measured=None, order=None):
@@ -156,34 +165,58 @@ def answer(forward, inputs, scale, arguments=(), device=None, storage="contiguou
     Raises RuntimeError where something else than the elements of `out` was written.
     """
     q, _, v = inputs
-    out, dtype = (*q.shape[:3], v.shape[-1]), q.dtype
-    placed, sizes = views(storage, (*(array.shape for array in inputs), out))
-    buffers = [np.full(size, np.nan, np.float32).astype(dtype) for size in sizes]
-    for view, array in zip(placed, inputs):
-        view.of(buffers[view.buffer])[:] = array
+    stored = _Stored(storage, (*inputs, _nothing((*q.shape[:3], v.shape[-1]), q.dtype)), device, without_batch)
     lse = tvm.runtime.tensor(np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32), device)
-    tensors = [tvm.runtime.tensor(buffer, device) for buffer in buffers]
-    main = [*(strided(tensors[view.buffer], view.without_batch() if without_batch else view) for view in placed),
-            lse._create_view(lse.shape[1:]) if without_batch else lse]
-    forward(*main, scale, *on_device((*arguments, *lengths), device))
-    written = tensors[-1].numpy()
-    found = placed[-1].of(written).copy()
-    placed[-1].of(written)[:] = np.array(np.nan, dtype)
-    if written.tobytes() != buffers[-1].tobytes():
-        raise RuntimeError("a kernel wrote beside the elements of its output")
-    return found, lse.numpy()
+    forward(*stored.views, lse._create_view(lse.shape[1:]) if without_batch else lse, scale, *on_device((*arguments, *lengths), device))
+    return *stored.written(3), lse.numpy()
 
 
-def answer_gradients(backward, inputs, scale, arguments=(), device=None):
-    """[dq, dk, dv] of one call of an exported function as NumPy arrays; the outputs hold NaN before.
+def answer_gradients(backward, inputs, scale, arguments=(), device=None, storage="contiguous", without_batch=False, operands=()):
+    """[dq, dk, dv, gradients of operands] of one call of an exported function as NumPy arrays; the rest as in `answer`.
 
     inputs     dout, q, k, v, out and lse
-    arguments  what follows the scale
+    arguments  what follows the scale, with dlse or None where there are operands
+    storage    where q, k, v and out lie, and so dq, dk, dv and dout
+    operands   of the arguments, those whose gradients are asked for
     """
-    outputs = [np.full(array.shape, np.nan, np.float32).astype(array.dtype) for array in inputs[1:4]]
-    tensors = [tvm.runtime.tensor(np.ascontiguousarray(array), device) for array in (*inputs, *outputs)]
-    backward(*tensors, scale, *on_device(arguments, device))
-    return [tensor.numpy() for tensor in tensors[6:]]
+    dout, q, k, v, out, lse = inputs
+    stored = _Stored(storage, (q, k, v, out), device, without_batch)
+    gradients = _Stored(storage, (*(_nothing(array.shape, array.dtype) for array in (q, k, v)), dout), device, without_batch)
+    *outputs, dout = gradients.views
+    lse = tvm.runtime.tensor(lse[0] if without_batch else lse, device)
+    of_operands = [tvm.runtime.tensor(_nothing(array.shape, array.dtype), device) for array in operands]
+    backward(dout, *stored.views, lse, *outputs, scale, *on_device(arguments, device), *of_operands)
+    return [*gradients.written(0, 1, 2), *(tensor.numpy() for tensor in of_operands)]
+
+
+def _nothing(shape, dtype):
+    return np.full(shape, np.nan, np.float32).astype(dtype)
+
+
+class _Stored:
+    """Arrays [batch, rows, heads, channels], such as q, k, v and out, on a device where a storage has them; between them lies NaN.
+
+    views  what a function is handed
+    """
+
+    def __init__(self, storage, arrays, device, without_batch):
+        self.placed, sizes = views(storage, [array.shape for array in arrays])
+        self.buffers = [_nothing(size, arrays[0].dtype) for size in sizes]
+        for view, array in zip(self.placed, arrays):
+            view.of(self.buffers[view.buffer])[:] = array
+        self.tensors = [tvm.runtime.tensor(buffer, device) for buffer in self.buffers]
+        self.views = [strided(self.tensors[view.buffer], view.without_batch() if without_batch else view) for view in self.placed]
+
+    def written(self, *places):
+        """The arrays at these places, now; RuntimeError where anything else has changed."""
+        now = [tensor.numpy() for tensor in self.tensors]
+        outputs = [self.placed[place] for place in places]
+        found = [view.of(now[view.buffer]).copy() for view in outputs]
+        for view in outputs:
+            view.of(now[view.buffer])[:] = view.of(self.buffers[view.buffer])
+        if any(after.tobytes() != before.tobytes() for after, before in zip(now, self.buffers)):
+            raise RuntimeError("a kernel wrote beside the elements of its output")
+        return found
 
 
 class DLTensor(ctypes.Structure):

@@ -92,7 +92,7 @@ def read_cases(path, name_of_workload):
         index = json.loads(str(arrays["index"]))
         complete = all(f"{case['name']}.{name}" in arrays for case in index["cases"] for name in (
             "q", "k", "v", "out", "lse", *(value for value in case["arguments"] if isinstance(value, str)),
-            *(("dout", "dq", "dk", "dv") if "gradient_tolerances" in case else ())))
+            *(("dout", "dq", "dk", "dv", *case.get("operand_tolerances", ())) if "gradient_tolerances" in case else ())))
         schema, workload = index["schema"], index["workload"]
     except (OSError, EOFError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise RunError(f"{path} must hold check cases, found something else ({error}): export again") from error
@@ -161,9 +161,13 @@ def check_gradients(backward, case, arrays, device):
     dout, q, k, v, out, lse = (array_of(case, arrays, name) for name in ("dout", "q", "k", "v", "out", "lse"))
     inputs = [tvm.runtime.tensor(array, device) for array in (dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32))]
     gradients = [tvm.runtime.tensor(np.full(array.shape, np.nan, np.float32).astype(array.dtype), device) for array in (q, k, v)]
-    backward(*inputs, *gradients, case["scale"], *arguments_behind_scale(case, arrays, device, backward=True))
+    of_operands = case.get("operand_tolerances", {})  # of tensors behind the scale
+    operands = [array_of(case, arrays, name.removeprefix("d")) for name in of_operands]
+    gradients += [tvm.runtime.tensor(np.full(array.shape, np.nan, np.float32).astype(array.dtype), device) for array in operands]
+    behind = arguments_behind_scale(case, arrays, device, backward=True)
+    backward(*inputs, *gradients[:3], case["scale"], *behind, *((None, *gradients[3:]) if of_operands else ()))
     worst = 0.0
-    for name, gradient, allowed in zip(("dq", "dk", "dv"), gradients, case["gradient_tolerances"]):
+    for name, gradient, allowed in zip(("dq", "dk", "dv", *of_operands), gradients, (*case["gradient_tolerances"], *of_operands.values())):
         found, answer = gradient.numpy().astype(np.float64), arrays[f"{case['name']}.{name}"]
         error = np.where(np.isnan(answer), 0, np.nan_to_num(np.abs(found - answer), nan=np.inf)).max(initial=0)  # NaN: may be anything
         worst = max(worst, error / allowed if allowed else 0.0)  # nothing is allowed of an empty gradient
@@ -205,8 +209,8 @@ def extra_arguments(known, numbers, shape, rng, device):
 
 
 def measure(module, manifest, shape, numbers, seed, repeat, device):
-    """[(name of a call, its median and spread in milliseconds)] on random data of one shape (batch, heads, key heads, queries, keys) with
-    these numbers behind the scale."""
+    """[(what a call is, its median and spread in milliseconds)] on random data of one shape (batch, heads, key heads, queries, keys) with
+    these numbers behind the scale: the forward pass, gradients, and these with those of tensors behind the scale."""
     workload = manifest["workload"]
     batch, heads, kv_heads, q_len, kv_len = shape
     rng = np.random.default_rng(seed)
@@ -219,17 +223,22 @@ def measure(module, manifest, shape, numbers, seed, repeat, device):
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     behind = workload["head_dim"] ** -0.5, *extra_arguments(manifest["arguments"], numbers, shape, rng, device)
     tensors = call_arguments(q, k, v, device)
-    calls = [(FORWARD, (*tensors, *behind, *length_arguments(lengths, device)))]
+    calls = [("", FORWARD, (*tensors, *behind, *length_arguments(lengths, device)))]
     if manifest.get("backward"):
         dout = rng.standard_normal(tensors[3].shape, np.float32).astype(workload["dtype"])
         gradients = [tvm.runtime.tensor(np.empty_like(array), device) for array in (q, k, v)]
-        calls.append((BACKWARD, (tvm.runtime.tensor(dout, device), *tensors, *gradients, *behind,
-                                 *length_arguments(with_most_keys(lengths), device))))
+        backward = (tvm.runtime.tensor(dout, device), *tensors, *gradients, *behind, *length_arguments(with_most_keys(lengths), device))
+        calls.append((", backward", BACKWARD, backward))
+        names, made = [argument["name"] for argument in manifest["arguments"]], manifest["backward"].get("operands", ())
+        like = [behind[1 + names.index(name)].numpy() for name in made]
+        if made:
+            further = [tvm.runtime.tensor(np.empty_like(array), device) for array in like]
+            calls.append((f", backward with {' '.join(made)}", BACKWARD, (*backward, None, *further)))
     found = []
-    for name, arguments in calls:  # the forward pass first, whose out and lse the other takes
+    for label, name, arguments in calls:  # the forward pass first, whose out and lse the other takes
         timer = module.time_evaluator(name, device, number=1, repeat=repeat, min_repeat_ms=20)
         times = [1e3 * seconds for seconds in timer(*arguments).results]
-        found.append((name, statistics.median(times), min(times), max(times)))
+        found.append((label, statistics.median(times), min(times), max(times)))
     return found
 
 
@@ -301,8 +310,7 @@ def run(args):
     for length in args.lengths:
         shape = (args.batch, args.heads, args.kv_heads, length, length)
         sizes = "".join(f", {name} {value:g}" for name, value in zip(names, numbers))
-        for call, median, least, most in measure(module, manifest, shape, numbers, args.seed, args.repeat, device):
-            label = ", backward" if call == BACKWARD else ""
+        for label, median, least, most in measure(module, manifest, shape, numbers, args.seed, args.repeat, device):
             print(f"  batch {args.batch}, heads {args.heads}, length {length}{sizes}{label}: {median:.3f} ms ({least:.3f} to {most:.3f})")
 
 

@@ -69,6 +69,22 @@ class Operand:
         return self.source[tuple(maximum(minimum(index, size - 1), 0) for index, size in zip(indices, self.source.shape, strict=True))]
 
 
+class OwnElement(Operand):
+    """An Operand, called `name`, of which nothing is read but the element at `place`: one and the same `node` wherever that is."""
+
+    def __init__(self, operand, name, place):
+        super().__init__(operand.source)
+        self.name, self.place, self.node = name, place, operand[tuple(place)]
+
+    def __getitem__(self, indices):
+        indices = indices if isinstance(indices, tuple) else (indices,)
+        if not all(own.same_as(index) for index, own in zip(indices, self.place, strict=True)):
+            own, found = (", ".join(map(str, some)) for some in (self.place, indices))
+            raise ModifierError(f"{self.name}[{own}] must be all that a score reads of {self.name} for it to have a gradient, found "
+                                f"{self.name}[{found}]: leave the gradient out")
+        return self.node
+
+
 class Modifier:
     """What masks and score modifications have in common.
 

@@ -5,6 +5,7 @@ their blocks from call to call.
 """
 from contextlib import contextmanager
 
+from tvm import tirx
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
@@ -29,9 +30,12 @@ def each(out, name, axes, value):
         T.buffer_store(out, value(*place), place)
 
 
-def load(out, name, axes, exists, source):
-    """Copy a tile out [rows, channels] from source(row, channel), with zeros where a row does not exist."""
-    each(out, name, axes, lambda row, c: T.if_then_else(exists(row), source(row, c), T.cast(0.0, out.dtype)))
+def load(out, name, axes, exists, source, channels=None):
+    """Copy a tile out [rows, channels] from source(row, channel), with zeros where a row does not exist, and past so many channels, if any
+    number is given, where it has more; they are asked for 8 at a time, so that wide copies stay whole."""
+    def there(row, c):
+        return exists(row) if channels in (None, int(out.shape[1])) else tirx.And(exists(row), c // 8 < channels // 8)
+    each(out, name, axes, lambda row, c: T.if_then_else(there(row, c), source(row, c), T.cast(0.0, out.dtype)))
 
 
 def product(out, name, axes, terms, a, b, first=None):

@@ -47,7 +47,7 @@ def _slope(node, variable):
     if node.same_as(variable):
         return _const(1)
     kind = type(node).__name__
-    if isinstance(node, (tirx.Var, tirx.IntImm, tirx.FloatImm)) or not str(node.ty).startswith("float"):
+    if isinstance(node, (tirx.Var, tirx.IntImm, tirx.FloatImm)) or not str(node.ty).startswith(("float", "bfloat")):
         return None
     if kind in ("Add", "Sub", "Mul", "Div", "Min", "Max"):
         return _slope_of_pair(kind, node.a, node.b, _slope(node.a, variable), _slope(node.b, variable))

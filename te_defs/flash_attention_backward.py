@@ -22,19 +22,18 @@ need seven products where one function with additions to dQ in memory, in any or
                   kv{ K_load V_load | S | P P_masked | dP | dS dS_cast | dQ_acc_new | dQ_acc }
               dQ }
 
+Where dK and dV take a function each, both come from the first by what they need, and S and P are computed once more.
+
 Rows that do not count are made so by their loads: of a query row past the end, or one that saw no key, LSE_tile is infinite, and so P, dS
 and all that it adds are zero. A key past the end spoils only rows of dK and dV that are not stored; from dQ the mask keeps it out.
 """
-from dataclasses import replace
-
 from tvm import tirx
 from tvm.script import tirx as T
 
-from te_defs.arguments import parameter
+from te_defs.backward_parameters import Parameters
 from te_defs.blocks import block, each, load, product
 from te_defs.flash_attention import LOG2_E
-from te_defs.integers import minimum
-from te_defs.lengths import LENGTHS
+from te_defs.integers import round_up, tiles_of
 
 
 def attention_delta(workload, through_lse=False):
@@ -72,94 +71,10 @@ def attention_delta(workload, through_lse=False):
     return tirx.PrimFunc([param for param in delta_of.params if param.name != "dLSE"], delta_of.body, delta_of.ret_type, delta_of.attrs)
 
 
-class _Parameters:
-    """What both functions take behind the scale, and what they read from it."""
-
-    def __init__(self, workload):
-        arguments = [parameter(argument, workload.dtype) for argument in workload.arguments]
-        self.mask, self.score, _ = workload.modifiers(arguments)
-        self.lengths = LENGTHS[workload.lengths]
-        self.tables = [tirx.decl_buffer((tirx.Var("numbers", "int32"),), "int32", name=name) for name in self.lengths.tensors]
-        self.longest = [tirx.Var(name, "int32") for name in self.lengths.backward_integers]
-        self.all = [*arguments, *self.tables, *self.longest]
-        self.operands = [value for value, argument in zip(arguments, workload.arguments) if argument.kind.axes]
-
-    def of(self, func):
-        """The function with these parameters behind its own."""
-        return tirx.PrimFunc([*func.params, *self.all], func.body, func.ret_type, func.attrs)
-
-    def touched(self, *tensors):
-        """Regions of whole tensors: TVM would name what is touched by variables that are bound inside the block."""
-        return [tensor[tuple(slice(0, size) for size in tensor.shape)] for tensor in tensors]
-
-    def sizes(self, B, N, M):
-        """(batch entries, most queries of one, most keys of one)."""
-        return (self.tables[0].shape[0] - 1, *self.longest) if self.longest else (B, N, M)
-
-    def part(self, b, N, M):
-        """Rows of batch entry b; what a table says of them is read once."""
-        part = self.lengths.part(b, N, M, *self.tables)
-        return replace(part, **{name: value if any(value is known for known in (b, 0, N, M))
-                                else T.bind(value, var=tirx.Var(name, "int32")) for name, value in vars(part).items()})
-
-    def query_tiles(self, k0, q_tile, kv_tile, n, m, hides_end=False):
-        """(first, number, whole) of the query tiles that see a key of the tile from k0 on, at least one, as pipelines can tell;
-        whole(t) says whether all rows of the tile in turn t see all keys. Rows and keys past the end may see anything; such keys are hidden
-        from all rows where `hides_end`."""
-        mask, last = self.mask, minimum(k0 + kv_tile, m) - 1
-        first = mask.query_begin(k0, n, m) // q_tile
-        turns = tiles_of(mask.query_end(last, n, m), q_tile) - first
-        turns = T.max(tirx.Select(k0 < m, turns, 0) if self.tables else turns, 1)
-
-        def whole(t):
-            if not mask.knows_queries:
-                begin, end = (mask.position((first + t) * q_tile + row, n, m) for row in (0, q_tile - 1))
-                return tirx.And(mask.key_begin(end, m) <= k0, (k0 + kv_tile - 1 if hides_end else last) < mask.key_end(begin, m))
-            below = t >= tiles_of(mask.query_begin(last, n, m), q_tile) - first
-            if hides_end:  # not as a choice, for which a compiler would branch
-                below = tirx.And(below, t >= T.max(k0 + kv_tile - m, 0) * turns)
-            if mask.from_start:  # then every key is seen up to the last query
-                return below
-            end = mask.query_end(k0, n, m)
-            return tirx.And(below, t < tirx.Select(end < n, end // q_tile, tiles_of(n, q_tile)) - first)
-        return first, turns, whole
-
-    def key_tiles(self, q0, q_tile, kv_tile, n, m):
-        """(tiles, number, whole) of the key tiles that a row of the tile from q0 on sees: they run down from `tiles` - 1. As above, but
-        that keys past the end are seen by no row."""
-        i0 = self.mask.position(q0, n, m)
-        tiles = T.max(tiles_of(self.mask.key_end(i0 + (q_tile - 1), m), kv_tile), 1)
-        turns = tiles if self.mask.from_start else T.max(tiles - self.mask.key_begin(i0, m) // kv_tile, 1)
-
-        def whole(t):
-            below = t >= tiles - self.mask.key_end(i0, m) // kv_tile
-            if self.mask.from_start:
-                return below
-            return tirx.And(below, t < tiles - tiles_of(self.mask.key_begin(i0 + (q_tile - 1), m), kv_tile))
-        return tiles, turns, whole
-
-    def sees(self, b, h, i, j, n, m):
-        """Whether the mask shows key j to query row i of n, where m keys are."""
-        return self.mask.at(b).keep(self.mask.position(i, n, m), j, m)
-
-    def probability(self, s, lse, scale, *place):
-        """exp(S - LSE) of a product s and the LSE in base 2. Of rows that do not count it is 0 whatever their modified score may be: where
-        there are no queries at all it may come from an operand that is empty."""
-        if self.score is None:
-            return T.exp2(s * (scale * T.float32(LOG2_E)) - lse)
-        p = T.exp2(self.score.modify(s * scale, *place) * T.float32(LOG2_E) - lse)
-        return T.if_then_else(lse < T.infinity("float32"), p, T.float32(0))
-
-    def through_score(self, ds, p, s, scale, *place):
-        """The gradient of a scaled product, from that of the modified score; where P is 0, slopes may be anything."""
-        if self.score is None:
-            return ds
-        return T.if_then_else(p > T.float32(0), ds * self.score.derivative(s * scale, *place), T.float32(0))
-
-
-def tiles_of(rows, tile):
-    """Number of tiles that hold so many rows."""
-    return (rows + (tile - 1)) // tile
+def rotated(turn, turns, first):
+    """The tile of a turn when turns begin with a tile, counted round, and go round: who adds up what tiles add then meets others less."""
+    turned = turn + tirx.floormod(first, turns)
+    return turned - turns * tirx.Cast("int32", turned >= turns)  # not as a choice, which TVM would take for a range of tiles
 
 
 def load_statistics(LSE_tile, delta_tile, exists, lse, delta):
@@ -194,7 +109,7 @@ def score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given, plac
         each(dS_cast, "dS_cast", "ij", lambda i, j: T.cast(dS[i, j], dS_cast.dtype))
 
 
-def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
+def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1, 1)):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dK [B, M, G, D],
     dV [B, M, G, DV], scale, ...) -> None.
 
@@ -202,12 +117,16 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
     logarithm, delta and scale are float32; what follows are `workload.arguments` and those of the lengths (te_defs.lengths). Scale may be
     of either sign or zero. Rows that see no key add nothing; keys that no row sees get zeros.
 
-    q_tile     query rows of a tile (Br in the paper)
-    kv_tile    key rows of a tile (Bc)
-    query_sum  a te_defs.fused_backward.QuerySum, which adds dQ up as well; None: nothing does
+    q_tile         query rows of a tile (Br in the paper)
+    kv_tile        key rows of a tile (Bc)
+    query_sum      a te_defs.fused_backward.QuerySum, which adds dQ up as well; None: nothing does. Where all key tiles visit the same query
+                   tiles, each then begins at another one, so that not all that run side by side add to the same rows at once
+    channel_steps  what the channels of products and of tiles are rounded up to: there zeros stand, in sums and gradients none
     """
-    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)
+    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, Parameters(workload)
+    (PRODUCT_D, PRODUCT_DV), (TILE_D, TILE_DV) = ([round_up(size, step) for size in (D, DV)] for step in channel_steps)
     PACKED, BOUND, ADDS = workload.lengths == "packed", bool(given.tables), query_sum is not None
+    ROTATES = ADDS and given.all_queries
 
     def stored(value, j, m):
         """What key row j gets: past the length of its batch entry zero."""
@@ -226,26 +145,26 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
         delta = T.match_buffer(d, (B, H, N), "float32", align=4)
         dK = T.match_buffer(d_k, (B, M, G, D), dtype, align=4)
         dV = T.match_buffer(d_v, (B, M, G, DV), dtype, align=4)
-        sums = T.meta_var([query_sum.declare(Q)] if ADDS else [])
+        sums = T.meta_var([query_sum.declare(B, H, q_tile, D)] if ADDS else [])
         sequences, longest = T.meta_var(given.sizes(B, N, M)[::2])
         # The first key tile first: under a causal mask the most queries see it, and a grid ends best on its short tiles.
         for b, g, r in T.grid(sequences, G, tiles_of(longest, kv_tile)):
             with T.sblock("attn"):
                 vb, vg, vr = T.axis.remap("SSS", [b, g, r])
                 if BOUND:
-                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *sums, *given.tables, *given.operands))
+                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *sums, *given.tables, *given.operands.values()))
                     T.writes(given.touched(dK, dV, *sums))
                 part = T.meta_var(given.part(vb, N, M))
                 n, m = T.meta_var((part.queries, part.keys))
                 k0 = T.meta_var(vr * kv_tile)
                 first, turns, whole = T.meta_var(given.query_tiles(k0, q_tile, kv_tile, n, m, hides_end=ADDS))
-                K_tile = T.sblock_alloc_buffer((kv_tile, D), dtype)
-                V_tile = T.sblock_alloc_buffer((kv_tile, DV), dtype)
-                dK_acc = T.sblock_alloc_buffer((kv_tile, D), "float32")
-                dV_acc = T.sblock_alloc_buffer((kv_tile, DV), "float32")
+                K_tile = T.sblock_alloc_buffer((kv_tile, TILE_D), dtype)
+                V_tile = T.sblock_alloc_buffer((kv_tile, TILE_DV), dtype)
+                dK_acc = T.sblock_alloc_buffer((kv_tile, PRODUCT_D), "float32")
+                dV_acc = T.sblock_alloc_buffer((kv_tile, PRODUCT_DV), "float32")
                 with T.sblock("load_keys"):
-                    load(K_tile, "K_load", "jc", lambda j: k0 + j < m, lambda j, c: K[part.entry, part.first_key + k0 + j, vg, c])
-                    load(V_tile, "V_load", "jc", lambda j: k0 + j < m, lambda j, c: V[part.entry, part.first_key + k0 + j, vg, c])
+                    load(K_tile, "K_load", "jc", lambda j: k0 + j < m, lambda j, c: K[part.entry, part.first_key + k0 + j, vg, c], D)
+                    load(V_tile, "V_load", "jc", lambda j: k0 + j < m, lambda j, c: V[part.entry, part.first_key + k0 + j, vg, c], DV)
                 with T.sblock("init"):
                     each(dK_acc, "dK_acc_init", "jc", lambda *_: T.float32(0))
                     each(dV_acc, "dV_acc_init", "jc", lambda *_: T.float32(0))
@@ -253,9 +172,11 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
                     with T.sblock("rows"):
                         ve = T.axis.opaque(H // G, e)
                         vt = T.axis.opaque(T.max(tiles_of(N, q_tile), 1), t)
-                        h, q0 = T.meta_var((vg * (H // G) + ve, (first + vt) * q_tile))
-                        Q_tile = T.sblock_alloc_buffer((q_tile, D), dtype)
-                        dO_tile = T.sblock_alloc_buffer((q_tile, DV), dtype)
+                        # `whole` asks for the turn, not the tile: where turns are rotated, it is the same for all of them.
+                        tile = T.meta_var(first + (rotated(vt, turns, vr * max(kv_tile // q_tile, 1)) if ROTATES else vt))
+                        h, q0 = T.meta_var((vg * (H // G) + ve, tile * q_tile))
+                        Q_tile = T.sblock_alloc_buffer((q_tile, TILE_D), dtype)
+                        dO_tile = T.sblock_alloc_buffer((q_tile, TILE_DV), dtype)
                         LSE_tile = T.sblock_alloc_buffer((q_tile,), "float32")
                         delta_tile = T.sblock_alloc_buffer((q_tile,), "float32")
                         S = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
@@ -265,15 +186,16 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
                         dP = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         dS = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         dS_cast = T.sblock_alloc_buffer((q_tile, kv_tile), dtype)
-                        dK_acc_new = T.sblock_alloc_buffer((kv_tile, D), "float32")
-                        dV_acc_new = T.sblock_alloc_buffer((kv_tile, DV), "float32")
-                        load(Q_tile, "Q_load", "ic", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, h, c])
-                        load(dO_tile, "dO_load", "ic", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, h, c])
+                        dK_acc_new = T.sblock_alloc_buffer((kv_tile, PRODUCT_D), "float32")
+                        dV_acc_new = T.sblock_alloc_buffer((kv_tile, PRODUCT_DV), "float32")
+                        load(Q_tile, "Q_load", "ic", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, h, c], D)
+                        load(dO_tile, "dO_load", "ic", lambda i: q0 + i < n,
+                             lambda i, c: dO[part.entry, part.first_query + q0 + i, h, c], DV)
                         load_statistics(LSE_tile, delta_tile, lambda i: q0 + i < n,
                                         lambda i: LSE[part.entry, h, part.first_query + q0 + i],
                                         lambda i: delta[part.entry, h, part.first_query + q0 + i])
                         with T.sblock("qk"):
-                            product(S, "S", "ijc", D, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
+                            product(S, "S", "ijc", PRODUCT_D, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
                         with T.sblock("softmax"):
                             probabilities(P, P_masked, S, LSE_tile, scale, given, whole(vt), lambda i, j: (vb, h, q0 + i, k0 + j, n, m))
                             each(P_cast, "P_cast", "ij", lambda i, j: T.cast(P_masked[i, j], dtype))
@@ -281,14 +203,14 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
                             product(dV_acc_new, "dV_acc_new", "jci", q_tile,
                                     lambda j, i: P_cast[i, j], lambda c, i: dO_tile[i, c], first=dV_acc)
                         with T.sblock("dov"):
-                            product(dP, "dP", "ijc", DV, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
+                            product(dP, "dP", "ijc", PRODUCT_DV, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
                         score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given,
                                         lambda i, j: (vb, h, q0 + i, k0 + j, n, m))
                         with T.sblock("dsq"):
                             product(dK_acc_new, "dK_acc_new", "jci", q_tile,
                                     lambda j, i: dS_cast[i, j], lambda c, i: Q_tile[i, c], first=dK_acc)
                         if ADDS:
-                            query_sum.add(dS_cast, K_tile, q0, n, (part.entry, part.first_query, h))
+                            query_sum.add(dS_cast, K_tile, vb, part, h, tile)
                         with T.sblock("back"):
                             each(dK_acc, "dK_acc", "jc", lambda j, c: dK_acc_new[j, c])
                             each(dV_acc, "dV_acc", "jc", lambda j, c: dV_acc_new[j, c])
@@ -307,10 +229,11 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None):
     return given.of(dk_dv)
 
 
-def attention_dq(workload, q_tile, kv_tile):
+def attention_dq(workload, q_tile, kv_tile, channel_steps=(1, 1)):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ [B, N, H, D], scale,
     ...) -> None. As `attention_dk_dv`; rows that see no key get zeros."""
-    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, _Parameters(workload)
+    dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, Parameters(workload)
+    (PRODUCT_D, PRODUCT_DV), (TILE_D, TILE_DV) = ([round_up(size, step) for size in (D, DV)] for step in channel_steps)
     BOUND = bool(given.tables)
 
     @T.prim_func(s_tir=True, check_well_formed=False)
@@ -330,21 +253,21 @@ def attention_dq(workload, q_tile, kv_tile):
                 vb, vh, vr = T.axis.remap("SSS", [b, h, r])
                 # The last query tile first: under a causal mask it has the most keys, and a grid ends best on its short tiles.
                 if BOUND:
-                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *given.tables, *given.operands))
+                    T.reads(given.touched(dO, Q, K, V, LSE, delta, *given.tables, *given.operands.values()))
                     T.writes(given.touched(dQ))
                 part = T.meta_var(given.part(vb, N, M))
                 n, m = T.meta_var((part.queries, part.keys))
                 q0 = T.meta_var((tiles_of(longest, q_tile) - 1 - vr) * q_tile)
                 tiles, turns, whole = T.meta_var(given.key_tiles(q0, q_tile, kv_tile, n, m))
                 g = T.meta_var(vh // (H // G))
-                Q_tile = T.sblock_alloc_buffer((q_tile, D), dtype)
-                dO_tile = T.sblock_alloc_buffer((q_tile, DV), dtype)
+                Q_tile = T.sblock_alloc_buffer((q_tile, TILE_D), dtype)
+                dO_tile = T.sblock_alloc_buffer((q_tile, TILE_DV), dtype)
                 LSE_tile = T.sblock_alloc_buffer((q_tile,), "float32")
                 delta_tile = T.sblock_alloc_buffer((q_tile,), "float32")
-                dQ_acc = T.sblock_alloc_buffer((q_tile, D), "float32")
+                dQ_acc = T.sblock_alloc_buffer((q_tile, PRODUCT_D), "float32")
                 with T.sblock("load_queries"):
-                    load(Q_tile, "Q_load", "ic", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, vh, c])
-                    load(dO_tile, "dO_load", "ic", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, vh, c])
+                    load(Q_tile, "Q_load", "ic", lambda i: q0 + i < n, lambda i, c: Q[part.entry, part.first_query + q0 + i, vh, c], D)
+                    load(dO_tile, "dO_load", "ic", lambda i: q0 + i < n, lambda i, c: dO[part.entry, part.first_query + q0 + i, vh, c], DV)
                     load_statistics(LSE_tile, delta_tile, lambda i: q0 + i < n,
                                     lambda i: LSE[part.entry, vh, part.first_query + q0 + i],
                                     lambda i: delta[part.entry, vh, part.first_query + q0 + i])
@@ -354,26 +277,26 @@ def attention_dq(workload, q_tile, kv_tile):
                     with T.sblock("kv"):
                         vt = T.axis.opaque(T.max(tiles_of(M, kv_tile), 1), t)
                         k0 = T.meta_var((tiles - 1 - vt) * kv_tile)
-                        K_tile = T.sblock_alloc_buffer((kv_tile, D), dtype)
-                        V_tile = T.sblock_alloc_buffer((kv_tile, DV), dtype)
+                        K_tile = T.sblock_alloc_buffer((kv_tile, TILE_D), dtype)
+                        V_tile = T.sblock_alloc_buffer((kv_tile, TILE_DV), dtype)
                         S = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         P = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         P_masked = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         dP = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         dS = T.sblock_alloc_buffer((q_tile, kv_tile), "float32")
                         dS_cast = T.sblock_alloc_buffer((q_tile, kv_tile), dtype)
-                        dQ_acc_new = T.sblock_alloc_buffer((q_tile, D), "float32")
+                        dQ_acc_new = T.sblock_alloc_buffer((q_tile, PRODUCT_D), "float32")
                         # Only the last tile can reach past the end, and it comes first.
                         load(K_tile, "K_load", "jc", lambda j: T.Or(vt >= 1, k0 + j < m),
-                             lambda j, c: K[part.entry, part.first_key + k0 + j, g, c])
+                             lambda j, c: K[part.entry, part.first_key + k0 + j, g, c], D)
                         load(V_tile, "V_load", "jc", lambda j: T.Or(vt >= 1, k0 + j < m),
-                             lambda j, c: V[part.entry, part.first_key + k0 + j, g, c])
+                             lambda j, c: V[part.entry, part.first_key + k0 + j, g, c], DV)
                         with T.sblock("qk"):
-                            product(S, "S", "ijc", D, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
+                            product(S, "S", "ijc", PRODUCT_D, lambda i, c: Q_tile[i, c], lambda j, c: K_tile[j, c])
                         with T.sblock("softmax"):
                             probabilities(P, P_masked, S, LSE_tile, scale, given, whole(vt), lambda i, j: (vb, vh, q0 + i, k0 + j, n, m))
                         with T.sblock("dov"):
-                            product(dP, "dP", "ijc", DV, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
+                            product(dP, "dP", "ijc", PRODUCT_DV, lambda i, c: dO_tile[i, c], lambda j, c: V_tile[j, c])
                         score_gradients(dS, dS_cast, S, P_masked, dP, delta_tile, scale, given,
                                         lambda i, j: (vb, vh, q0 + i, k0 + j, n, m))
                         with T.sblock("dsk"):

@@ -6,7 +6,11 @@ run one after the other, as on a CPU, they add in the order of the keys. Inside 
 `attention_dk_dv`::
 
     dQ_part       what these keys add to dQ, without the scale
-    dQ_sum        its addition to the sum in memory, row by row of those that exist
+    dQ_sum        its addition to the sum in memory
+
+The sums are workspace, and lie as it suits those who add: in tiles, [B, H, tile, row of the tile, channel], so that the rows of a tile are
+all there, and what is added past the end of a sequence, zeros, stands where nobody reads. Sequence b of packed ones has its tiles from
+first_query // q_tile + b on: tiles of sequences do not meet, as the rows of those before fill at most so many.
 
 A key past the end must add nothing here, while it may spoil its own rows of dK and dV: the tile that it is in is always masked.
 """
@@ -15,85 +19,97 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
 from te_defs.blocks import block, product
+from te_defs.backward_parameters import Parameters
 from te_defs.flash_attention_backward import attention_dk_dv
 
 #: Parameters of attention_dk_dv before its outputs, and all of its own; the one for the sums of dQ is declared behind them.
 OPERANDS, OWN = 6, 9
 
 
-def in_order(c):
-    """Channels of dQ_sum as those of Q."""
-    return c
+def first_tile(b, part, q_tile):
+    """Number of the first tile of sequence b among those of its tensor."""
+    return 0 if isinstance(part.first_query, int) else part.first_query // q_tile + b
 
 
 class QuerySum:
-    """What `attention_dk_dv` does besides: it builds the blocks that add up dQ.
+    """What `attention_dk_dv` does besides: it builds the blocks that add up dQ."""
 
-    place_of  where dQ_sum keeps channel c
-    """
+    def __init__(self):
+        self.tensor = None
 
-    def __init__(self, place_of):
-        self.place_of, self.tensor = place_of, None
-
-    def declare(self, Q):
-        """The tensor that takes the sums, like Q in float32."""
-        self.tensor = T.match_buffer(T.arg("d_s", T.handle()), Q.shape, "float32", align=4)
+    def declare(self, B, H, q_tile, D):
+        """The tensor that takes the sums, in as many tiles as the call brings."""
+        self.tensor = T.match_buffer(T.arg("d_s", T.handle()), (B, H, tirx.Var("tiles", "int32"), q_tile, D), "float32", align=4)
         IRBuilder.name("dQ_sum", self.tensor)
         return self.tensor
 
-    def add(self, dS_cast, K_tile, q0, n, place):
-        """Add dS K to the rows from q0 on, of n; `place` is their batch entry, the first row of their sequence, and their head."""
-        (q_tile, _), (_, channels), (entry, first, head) = dS_cast.shape, K_tile.shape, place
-        part = T.sblock_alloc_buffer((q_tile, channels), "float32")
+    def add(self, dS_cast, K_tile, b, rows, h, t):
+        """Add dS K to a head's tile t of the sums of batch entry b, whose rows are a te_defs.lengths.Part."""
+        part = T.sblock_alloc_buffer((dS_cast.shape[0], K_tile.shape[1]), "float32")
         IRBuilder.name("dQ_part", part)
+        tile = rows.entry, h, first_tile(b, rows, dS_cast.shape[0]) + t
         with T.sblock("dsk"):
             product(part, "dQ_part", "icj", dS_cast.shape[1], lambda i, j: dS_cast[i, j], lambda c, j: K_tile[j, c])
         with T.sblock("sum"), block("dQ_sum", "ic", part.shape) as (i, c):
-            at = [entry, first + q0 + i, head, self.place_of(c)]
-            with T.If(q0 + i < n), T.Then():
-                T.buffer_store(self.tensor, self.tensor[tuple(at)] + part[i, c], at)
+            T.buffer_store(self.tensor, self.tensor[(*tile, i, c)] + part[i, c], [*tile, i, c])
 
 
-def attention_dk_dv_dq(workload, q_tile, kv_tile, place_of=in_order):
-    """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ_sum [B, N, H, D]
-    float32, dK [B, M, G, D], dV [B, M, G, DV], scale, ...) -> None. As `attention_dk_dv`; besides, dQ / scale is added to dQ_sum, which
-    holds zeros before the call, and keeps channel c at place_of(c)."""
-    func = attention_dk_dv(workload, q_tile, kv_tile, QuerySum(place_of))
+def attention_dk_dv_dq(workload, q_tile, kv_tile, channel_steps=(1, 1)):
+    """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ_sum [B, H, tiles,
+    q_tile, D] float32, dK [B, M, G, D], dV [B, M, G, DV], scale, ...) -> None. As `attention_dk_dv`; besides, dQ / scale is added to
+    dQ_sum, which holds zeros before the call and has `sum_tiles` tiles."""
+    func = attention_dk_dv(workload, q_tile, kv_tile, QuerySum(), channel_steps)
     params = list(func.params)
     params.insert(OPERANDS, params.pop(OWN))
     return tirx.PrimFunc(params, func.body, func.ret_type, func.attrs)
 
 
-def attention_dq_cast(workload, place_of=in_order):
-    """PrimFunc (dQ_sum [B, N, H, D] float32, dQ [B, N, H, D], scale) -> None: dQ = scale * dQ_sum, in the element type; as above."""
-    dtype, D = workload.dtype, workload.head_dim
+def sum_tiles(rows, q_tile, sequences=0):
+    """Tiles of the sums of an entry of so many rows, at least one; of one that so many packed sequences share, where there are any."""
+    return rows // q_tile + sequences if sequences else max(-(-rows // q_tile), 1)
 
-    @T.prim_func(s_tir=True)
+
+def attention_dq_cast(workload, q_tile):
+    """PrimFunc (dQ_sum [B, H, tiles, q_tile, D] float32, dQ [B, N, H, D], scale, ...) -> None: dQ = scale * dQ_sum, in the element type.
+    What follows the scale is as in `attention_dk_dv`."""
+    dtype, D, given = workload.dtype, workload.head_dim, Parameters(workload)
+
+    @T.prim_func(s_tir=True, check_well_formed=False)
     def dq_cast(d_s: T.handle, d_q: T.handle, scale: T.float32):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
-        B, N, H = T.int32(), T.int32(), T.int32()
-        dQ_sum = T.match_buffer(d_s, (B, N, H, D), "float32", align=4)
+        B, N, H, tiles = T.int32(), T.int32(), T.int32(), T.int32()
+        dQ_sum = T.match_buffer(d_s, (B, H, tiles, q_tile, D), "float32", align=4)
         dQ = T.match_buffer(d_q, (B, N, H, D), dtype, align=4)
-        for b, i, h, c in T.grid(B, N, H, D):
+        sequences, longest, _ = T.meta_var(given.sizes(B, N, N))
+        scaled = T.sblock_alloc_buffer((sequences, longest, H, D), dtype)
+        for b, i, h, c in T.grid(sequences, longest, H, D):
+            with T.sblock("scaled"):
+                vb, vi, vh, vc = T.axis.remap("SSSS", [b, i, h, c])
+                part = T.meta_var(given.lengths.part(vb, N, N, *given.tables))
+                scaled[vb, vi, vh, vc] = T.cast(
+                    dQ_sum[part.entry, vh, first_tile(vb, part, q_tile) + vi // q_tile, vi % q_tile, vc] * scale, dtype)
+        for b, i, h, c in T.grid(sequences, longest, H, D):
             with T.sblock("dQ"):
                 vb, vi, vh, vc = T.axis.remap("SSSS", [b, i, h, c])
-                dQ[vb, vi, vh, vc] = T.cast(dQ_sum[vb, vi, vh, place_of(vc)] * scale, dtype)
+                part = T.meta_var(given.lengths.part(vb, N, N, *given.tables))
+                T.where(i < given.lengths.part(b, N, N, *given.tables).queries)
+                dQ[part.entry, part.first_query + vi, vh, vc] = scaled[vb, vi, vh, vc]
 
-    return dq_cast
+    return given.of(dq_cast)
 
 
-def attention_dq_zeros(workload):
-    """PrimFunc (dQ_sum [B, N, H, D] float32) -> None: dQ_sum = 0."""
+def attention_dq_zeros(workload, q_tile):
+    """PrimFunc (dQ_sum [B, H, tiles, q_tile, D] float32) -> None: dQ_sum = 0."""
     D = workload.head_dim
 
     @T.prim_func(s_tir=True)
     def dq_zeros(d_s: T.handle):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
-        B, N, H = T.int32(), T.int32(), T.int32()
-        dQ_sum = T.match_buffer(d_s, (B, N, H, D), "float32", align=4)
-        for b, i, h, c in T.grid(B, N, H, D):
+        B, H, tiles = T.int32(), T.int32(), T.int32()
+        dQ_sum = T.match_buffer(d_s, (B, H, tiles, q_tile, D), "float32", align=4)
+        for b, h, t, i, c in T.grid(B, H, tiles, q_tile, D):
             with T.sblock("dQ_sum"):
-                vb, vi, vh, vc = T.axis.remap("SSSS", [b, i, h, c])
-                dQ_sum[vb, vi, vh, vc] = T.float32(0)
+                vb, vh, vt, vi, vc = T.axis.remap("SSSSS", [b, h, t, i, c])
+                dQ_sum[vb, vh, vt, vi, vc] = T.float32(0)
 
     return dq_zeros

@@ -19,6 +19,11 @@ def round_up(a, step):
     return -(-a // step) * step
 
 
+def tiles_of(rows, tile):
+    """Number of tiles that hold so many rows."""
+    return (rows + (tile - 1)) // tile
+
+
 def remainder(a, b):
     """What `divide` leaves of a."""
     return tirx.truncmod(a, b) if symbolic(a, b) else a % b

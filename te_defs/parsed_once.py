@@ -1,4 +1,4 @@
-"""Declarations that are parsed once: TVM's parser takes a third of a second for that of the forward pass, and reading it again a twentieth."""
+"""Declarations that are parsed once: TVM's parser takes a third of a second for the forward pass, and reading it again a twentieth."""
 import functools
 
 import tvm

@@ -19,6 +19,12 @@ FEATURES = (("causal", "softcap", False), ("window", "alibi", False), ("full", "
 LENGTHS, MOST = (0, 1, 2, 17, 63, 64, 65, 127, 128, 129), 300
 #: Scores of a call at most: the reference computes them all, in float64.
 SCORES = 120_000
+#: (head dimension, that of values, type) of calls for gradients by kind of device, and the rest of their workloads, (mask, score, sink,
+#: lengths), dealt to these in turn.
+PAIRS_OF_GRADIENTS = {"cpu": ((64, 64, "float32"), (32, 16, "float16"), (24, 40, "bfloat16")), "cuda": (
+    (128, 128, "float16"), (64, 64, "bfloat16"), (256, 192, "float16"), (40, 72, "bfloat16"), (64, 64, "float32"))}
+FEATURES_OF_GRADIENTS = (("causal", "softcap", False, "keys"), ("full", "bias", True, "uniform"), ("window", "alibi", False, "packed"),
+                         ("prefix", "", False, "uniform"), ("causal_top_left", "", True, "keys"), ("causal", "", False, "uniform"))
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,25 @@ def workloads_of(kind, dims=DIMS):
     pairs.append(((40, 72), "float32" if kind == "cpu" else "bfloat16"))
     plain = [Workload(*pair, dtype, mask) for pair, dtype in pairs for mask in MASKS]
     return plain + [Workload(*pairs[n % len(pairs)][0], pairs[n % len(pairs)][1], *features) for n, features in enumerate(FEATURES)]
+
+
+def workloads_of_gradients(kind, takes):
+    """What calls for gradients are drawn from on a device of a kind, by a family that `takes` a workload or not."""
+    pairs = [pair for pair in PAIRS_OF_GRADIENTS[kind] if takes(Workload(*pair))]
+    dealt = (Workload(*pairs[n % len(pairs)], *features) for n, features in enumerate(FEATURES_OF_GRADIENTS if pairs else ()))
+    return list(filter(takes, dealt))
+
+
+def gradient_problem(call):
+    """(what a backward function is handed before the scale, the gradient of the LSE, (answers, largest errors, LSE) as
+    `reference.backward_mismatch` takes them) of a call; the second is None in every other call."""
+    rng, (q, k, v) = np.random.default_rng([call.number, 2027]), call.inputs()
+    dout = rng.standard_normal((*q.shape[:3], v.shape[3])).astype(q.dtype)
+    dlse = rng.standard_normal((q.shape[0], q.shape[2], q.shape[1]), np.float32) if call.number % 2 else None
+    rest = call.rounded_scale, call.arguments, call.given_lengths(), dlse
+    given, answers, lse = reference.backward_case(call.workload, dout, q, k, v, *rest)
+    bounds = reference.backward_tolerances(call.workload, *given[:4], answers, *rest)
+    return given, dlse, (answers, bounds, lse)
 
 
 def wanted(call, inputs):

@@ -22,7 +22,7 @@ def _of_heads(x, heads):
     return _grouped(x, heads).swapaxes(1, 2)
 
 
-def _product(q, k):
+def product(q, k):
     """Q K^T [B, H, N, M]."""
     return q.swapaxes(1, 2) @ _of_heads(k, q.shape[2]).swapaxes(2, 3)
 
@@ -37,7 +37,7 @@ def _by_keys(p, x):
     return (p.swapaxes(2, 3) @ x.swapaxes(1, 2)).swapaxes(1, 2)
 
 
-def _row_sums(x):
+def row_sums(x):
     """Sums [B, H, N] over the channels of x [B, N, H, C]."""
     return x.sum(axis=-1).swapaxes(1, 2)
 
@@ -67,7 +67,7 @@ def _visible(workload, shape, arguments):
     return np.stack([mask.at(b).visible(*shape[2:]) for b in entries])[:, None] if entries else np.ones(shape, bool)
 
 
-def _scores(workload, q, k, scale, arguments, product=_product):
+def _scores(workload, q, k, scale, arguments, product=product):
     """Masked scores S [B, H, N, M]: scale * Q K^T, modified, -inf where the mask hides the key."""
     s, (_, score, _) = product(q, k) * scale, workload.modifiers(arguments)
     s = s if score is None else score.applied(s, s.shape[2:])
@@ -111,9 +111,9 @@ def _summed_over_groups(x, key_heads):
     return x.reshape(b, m, key_heads, h // key_heads if key_heads else 0, c).sum(axis=3)
 
 
-def _probabilities(workload, q, k, lse, scale, arguments):
+def probabilities(workload, q, k, lse, scale, arguments):
     """(S with the modification, P, slope of the modification) [B, H, N, M], P from the LSE [B, H, N]."""
-    raw, (_, score, _) = _product(q, k) * scale, workload.modifiers(arguments)
+    raw, (_, score, _) = product(q, k) * scale, workload.modifiers(arguments)
     s = _scores(workload, q, k, scale, arguments)
     seen = ~np.isneginf(lse)[..., None]
     p = np.exp(np.where(seen, s - np.where(seen, lse[..., None], 0), -np.inf))
@@ -138,9 +138,9 @@ def backward(workload, dout, q, k, v, out, lse, scale=None, arguments=(), length
         return gradients
     dout, q, k, v, out, lse = (x.astype(np.float64) for x in (dout, q, k, v, out, lse))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    _, p, slope = _probabilities(workload, q, k, lse, scale, arguments)
-    delta = _row_sums(dout * out) - (0 if dlse is None else dlse.astype(np.float64))
-    ds = p * (_product(dout, v) - delta[..., None]) * slope
+    _, p, slope = probabilities(workload, q, k, lse, scale, arguments)
+    delta = row_sums(dout * out) - (0 if dlse is None else dlse.astype(np.float64))
+    ds = p * (product(dout, v) - delta[..., None]) * slope
     dq, dk, dv = scale * _mean(ds, k), scale * _by_keys(ds, q), _by_keys(p, dout)
     return dq, *(_summed_over_groups(x, k.shape[2]) for x in (dk, dv))
 
@@ -175,7 +175,7 @@ def _errors_of_rounding(workload, q, k, v, out, scale, arguments):
     p, row_sum, row_max = _softmax(workload, s, arguments)
     p /= np.where(row_sum == 0, 1, row_sum)
     steps = 5 if workload.score else 1
-    off = step * (abs(scale) * _product(abs(q), abs(k)) + np.where(np.isneginf(s), 0, steps * abs(s) + abs(s - row_max)) + 2)
+    off = step * (abs(scale) * product(abs(q), abs(k)) + np.where(np.isneginf(s), 0, steps * abs(s) + abs(s - row_max)) + 2)
     spread = np.sqrt(np.maximum(_mean(p, v**2) - out**2, 0))
     by_scores = np.sqrt((p * off**2).sum(axis=-1)).swapaxes(1, 2)[..., None] * spread
     return by_scores + 2 * step * _mean(p, abs(v)), (p * off).sum(axis=-1)
@@ -249,6 +249,13 @@ def complaint(found, workload, q, k, v, scale, arguments, answers, lengths=()):
     return sentence
 
 
+def backward_case(workload, dout, q, k, v, scale=None, arguments=(), lengths=(), dlse=None):
+    """(what a backward function is handed: dO, Q, K, V, O and LSE, contiguous, these two rounded; float64 dQ, dK, dV; float64 LSE)."""
+    out, lse = forward(workload, q, k, v, scale, arguments, lengths)
+    answers = backward(workload, dout, q, k, v, out, lse, scale, arguments, lengths, dlse)
+    return tuple(map(np.ascontiguousarray, (dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)))), answers, lse
+
+
 def plain_backward(workload, dout, q, k, v, scale=None, arguments=(), dlse=None):
     """The yardstick of gradients: plain attention that reads the input type, its O and LSE, and sums in float32, in order; P, dS and the
     gradients are rounded to the input type."""
@@ -268,23 +275,34 @@ def plain_backward(workload, dout, q, k, v, scale=None, arguments=(), dlse=None)
     return tuple(x.astype(dtype) for x in (dq * scale, _summed_over_groups(dk, k.shape[2]) * scale, _summed_over_groups(dv, k.shape[2])))
 
 
-def _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answers, dlse):
-    """Errors of dQ, dK, dV to first order, where each step is rounded once: scores and P as in `_errors_of_rounding`, scores and the LSE
-    three times, since kernels change to base 2, sums by their products' magnitudes, and P, dS and O to the input type. Errors of single
-    scores add up like chance, that of delta along its row; those of the base may be the same in all rows."""
+def errors_of_scores(workload, dout, q, k, v, scale, arguments, dlse, cast=0.0):
+    """(P, slope of the modification, dP - delta [B, H, N, M]; relative errors of P, errors of dP, of delta [B, H, N, 1]; the relative error
+    that all may have in common) to first order, where each step is rounded once: scores and P as in `_errors_of_rounding`, scores and the
+    LSE three times, since kernels change to base 2, sums by their products' magnitudes, and O by `cast` of itself."""
     out, lse = forward(workload, q, k, v, scale, arguments)
     dout, q, k, v = (x.astype(np.float64) for x in (dout, q, k, v))
-    scale, step = q.shape[-1] ** -0.5 if scale is None else scale, np.finfo(np.float32).eps / 2
-    cast = 0 if workload.dtype == "float32" else ml_dtypes.finfo(numpy_dtype(workload)).eps / 2
-    s, p, slope = _probabilities(workload, q, k, lse, scale, arguments)
+    step = np.finfo(np.float32).eps / 2
+    s, p, slope = probabilities(workload, q, k, lse, scale, arguments)
     s, lse = np.where(p > 0, s, 0), np.where(np.isneginf(lse), 0, lse)[..., None]
     steps, common = 7 if workload.score else 3, 3 * step * abs(lse).max(initial=0)
-    off = step * (abs(scale) * _product(abs(q), abs(k)) + steps * abs(s) + 3 * abs(lse) + abs(s - lse) + 2) + cast
-    of_delta = step * _row_sums(abs(dout * out)) + cast * np.sqrt(_row_sums((dout * out)**2))
+    off = step * (abs(scale) * product(abs(q), abs(k)) + steps * abs(s) + 3 * abs(lse) + abs(s - lse) + 2)
+    of_delta = step * row_sums(abs(dout * out)) + cast * np.sqrt(row_sums((dout * out)**2))
     dlse = np.zeros(of_delta.shape) if dlse is None else dlse.astype(np.float64)
-    of_delta, slope = (of_delta + step * abs(dlse))[..., None], abs(slope)
-    ds = abs(p * slope * (_product(dout, v) - (_row_sums(dout * out) - dlse)[..., None]))
-    of_ds = (ds * off + step * p * slope * _product(abs(dout), abs(v)))**2
+    of_delta = (of_delta + step * abs(dlse))[..., None]
+    through = product(dout, v) - (row_sums(dout * out) - dlse)[..., None]
+    return p, slope, through, off, step * product(abs(dout), abs(v)), of_delta, common
+
+
+def _backward_errors_of_rounding(workload, dout, q, k, v, scale, arguments, answers, dlse):
+    """Errors of dQ, dK, dV to first order, by those of the scores, with P, dS and O rounded to the input type. Errors of single scores add
+    up like chance, that of delta along its row; those of the base may be the same in all rows."""
+    cast = 0 if workload.dtype == "float32" else ml_dtypes.finfo(numpy_dtype(workload)).eps / 2
+    scale, step = q.shape[-1] ** -0.5 if scale is None else scale, np.finfo(np.float32).eps / 2
+    p, slope, through, off, of_dp, of_delta, common = errors_of_scores(workload, dout, q, k, v, scale, arguments, dlse, cast)
+    off, slope = off + cast, abs(slope)
+    dout, q, k = (x.astype(np.float64) for x in (dout, q, k))
+    ds = abs(p * slope * through)
+    of_ds = (ds * off + p * slope * of_dp)**2
     dq = np.sqrt(_mean(of_ds, k**2)) + step * _mean(ds, abs(k))
     dq += of_delta.swapaxes(1, 2) * abs(_mean(p * slope, k))
     dk = np.sqrt(_by_keys(of_ds + (p * slope * of_delta)**2, q**2)) + step * _by_keys(ds, abs(q))

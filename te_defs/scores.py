@@ -7,14 +7,14 @@ Rows and keys past the end can be asked for: what comes of them is thrown away.
 A function of one's own, `score(s, b, h, i, j)`, is named in a workload as `module:function`, a class likewise.
 """
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 import tvm
 from tvm import tirx
 
-from te_defs.arguments import PER_HEAD, PER_SCORE, POSITIVE, Modifier, ModifierError, find, parameter, require_kinds
+from te_defs.arguments import PER_HEAD, PER_SCORE, POSITIVE, Modifier, ModifierError, OwnElement, find, parameter, require_kinds
 from te_defs.derivative import derivative
 from te_defs.evaluate import evaluate
 
@@ -38,6 +38,14 @@ class Score(Modifier):
         """The derivative of the modified score by the scaled score, a float32 expression; by rules, unless a class knows better."""
         return derivative(self.modify(s, b, h, i, j, q_len, kv_len), s)
 
+    def slope_of(self, name, s, b, h, i, j, q_len, kv_len):
+        """The derivative of the modified score by the element of a tensor argument that it reads, a float32 expression, by rules.
+
+        ModifierError where it reads another element than that of its own place, which has the gradients of many scores."""
+        axes = next(argument.kind.axes for argument in self.arguments() if argument.name == name)
+        element = OwnElement(getattr(self, name), name, [dict(zip("BHNM", (b, h, i, j)))[axis] for axis in axes])
+        return derivative(replace(self, **{name: element}).modify(s, b, h, i, j, q_len, kv_len), element.node)
+
     def applied(self, s, lengths):
         """NumPy scores [B, H, N, M] modified, in their own precision; the tensors of this instance are arrays."""
         return self._evaluated(type(self).modify, s, lengths)
@@ -45,6 +53,10 @@ class Score(Modifier):
     def applied_slopes(self, s, lengths):
         """The derivatives at scores [B, H, N, M], likewise."""
         return self._evaluated(type(self).derivative, s, lengths)
+
+    def applied_slopes_of(self, name, s, lengths):
+        """The derivatives by the elements of a tensor argument, likewise."""
+        return self._evaluated(lambda self, *place: self.slope_of(name, *place), s, lengths)
 
     def _evaluated(self, method, s, lengths):
         variables, places = _variables(), np.meshgrid(*(np.arange(size) for size in s.shape), indexing="ij", sparse=True)

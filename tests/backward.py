@@ -1,18 +1,23 @@
 """Running backward functions on the CPU and asking the reference whether their gradients are right."""
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import tvm
+import tvm_ffi
 
+from schedules.artefact.export import export_artefact
 from schedules.build import compiled
 from schedules.families import cpu, delta, simt
-from scripts.kernels import answer_gradients
+from schedules.lowering.cuda_compile import cuda_compiler
+from scripts.kernels import answer_gradients, build_gradients
 from te_defs import reference
 from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
-from te_defs.fused_backward import attention_dk_dv_dq, attention_dq_cast
+from te_defs.fused_backward import attention_dk_dv_dq, attention_dq_cast, sum_tiles
 from te_defs.naive import naive_backward
-from te_defs.workload import Shape, make_arguments
+from te_defs.workload import Shape, Workload, make_arguments
 from tests.numbers import QUICK_LLVM
+from tests.stand_in_kernel import named, on_cuda, variant
 
 #: Shapes with a scale each.
 RAGGED = [(Shape(1, 2, 1, 37, 70), 0.125), (Shape(1, 1, 1, 70, 33), -0.2), (Shape(1, 2, 2, 5, 0), 0.0)]
@@ -41,9 +46,24 @@ class Plain:
         dout, q_, k_, v_, out, lse_ = map(tvm.runtime.tensor, (dout, q, k, v, out, lse))
         delta, (dq, dk, dv), arguments = tvm.runtime.tensor(np.full_like(lse, np.nan)), _outputs(q, k, v), _handed_over(arguments)
         self.delta(dout, out, delta)
-        self.dk_dv(dout, q_, k_, v_, lse_, delta, dk, dv, scale, *arguments)
+        self.of_keys((dout, q_, k_, v_, lse_, delta), dk, dv, scale, *arguments)
         self.dq(dout, q_, k_, v_, lse_, delta, dq, scale, *arguments)
         return [x.numpy() for x in (dq, dk, dv)]
+
+    def of_keys(self, given, dk, dv, *arguments):
+        """Fill dK and dV."""
+        self.dk_dv(*given, dk, dv, *arguments)
+
+
+class Apart(Plain):
+    """The same where dK and dV are computed by a function each."""
+
+    def __init__(self, *functions):
+        self.delta, self.dk, self.dv, self.dq = (tvm.compile(function, QUICK_LLVM) for function in functions)
+
+    def of_keys(self, given, dk, dv, *arguments):
+        self.dk(*given, dk, *arguments)
+        self.dv(*given, dv, *arguments)
 
 
 class Scheduled(Plain):
@@ -59,19 +79,32 @@ class Fused:
     """The functions with five products, unscheduled: the same call."""
 
     def __init__(self, workload, q_tile=32, kv_tile=16):
-        self.compile(attention_delta(workload), attention_dk_dv_dq(workload, q_tile, kv_tile), attention_dq_cast(workload))
+        self.compile(workload, q_tile, attention_delta(workload), attention_dk_dv_dq(workload, q_tile, kv_tile),
+                     attention_dq_cast(workload, q_tile))
 
-    def compile(self, *functions):
+    def compile(self, workload, q_tile, *functions):
+        self.q_tile, self.packed = q_tile, workload.lengths == "packed"
         self.delta, self.fused, self.dq_cast = (tvm.compile(function, QUICK_LLVM) for function in functions)
+
+    def shape_of_tile(self, channels):
+        """Of the sums: they are not scheduled."""
+        return self.q_tile, channels
 
     def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
         dout, q_, k_, v_, out, lse_ = map(tvm.runtime.tensor, (dout, q, k, v, out, lse))
         delta, (dq, dk, dv), arguments = tvm.runtime.tensor(np.full_like(lse, np.nan)), _outputs(q, k, v), _handed_over(arguments)
-        dq_sum = tvm.runtime.tensor(np.zeros(q.shape, "float32"))
+        batch, rows, heads, channels = q.shape
+        tiles = sum_tiles(rows, self.q_tile, arguments[-4].shape[0] - 1 if self.packed else 0)
+        dq_sum = tvm.runtime.tensor(np.zeros((batch, heads, tiles, *self.shape_of_tile(channels)), "float32"))
         self.delta(dout, out, delta)
         self.fused(dout, q_, k_, v_, lse_, delta, dq_sum, dk, dv, scale, *arguments)
-        self.dq_cast(dq_sum, dq, scale)
+        self.dq_cast(dq_sum, dq, scale, *arguments)
         return [x.numpy() for x in (dq, dk, dv)]
+
+
+def scheduled_apart(family, plans, workload, stages):
+    """Apart of the functions after the first stages of a family. `plans` are those of its roles."""
+    return Apart(attention_delta(workload), *(family.schedule(role, workload, plans[role], stages).mod for role in ("dk", "dv", "dq")))
 
 
 def alone(family, role, workload, plan, arch):
@@ -103,15 +136,27 @@ class Called:
         self.backward, self.device, self.times = module.flash_attention_backward, device, times
         self.packed = workload.lengths == "packed"
 
-    def __call__(self, dout, q, k, v, out, lse, scale, arguments=(), dlse=None):
+    def __call__(self, dout, q, k, v, out, lse, scale, arguments=(), dlse=None, storage="contiguous"):
         if self.packed:
-            dout, q, k, v, out, lse = (array[0] for array in (dout, q, k, v, out, lse))
             dlse = None if dlse is None else dlse[0]
             arguments = (*arguments, int(np.diff(arguments[-2]).max(initial=0)))  # max_k, from cu_seqlens_k
         arguments = arguments if dlse is None else (*arguments, dlse)
-        found = [answer_gradients(self.backward, (dout, q, k, v, out, lse), scale, arguments, self.device) for _ in range(self.times)]
+        found = [answer_gradients(self.backward, (dout, q, k, v, out, lse), scale, arguments, self.device, storage, self.packed)
+                 for _ in range(self.times)]
         assert all(a.tobytes() == b.tobytes() for other in found[1:] for a, b in zip(found[0], other)), "two runs differ"
-        return [array[None] for array in found[0]] if self.packed else found[0]
+        return found[0]
+
+
+def exported(family, workload, arch, path, toolkit=None, operands=()):
+    """An artefact with the gradients of a family's seeds, of operands too, behind a stand-in of the forward pass; the toolkit is for
+    CUDA."""
+    plain = Workload(workload.head_dim, workload.value_dim, workload.dtype)
+    module = on_cuda(plain) if toolkit else named(plain)
+    with cuda_compiler(toolkit, (arch.name,)) if toolkit else nullcontext() as log:
+        forward = variant(tvm.compile(module, arch.target()), arch, log.kernels if log else ())
+    variants = [kernel.variant for kernel in build_gradients(workload, arch, family=family, operands=operands)]
+    export_artefact([forward], workload, path, {}, (), variants)
+    return tvm_ffi.load_module(str(path))
 
 
 def _outputs(*inputs):
@@ -127,10 +172,7 @@ def problem(workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1, 
     q, k, v = reference.make_inputs(workload, shape, seed)
     q, k = (x * x.dtype.type(factor) for x in (q, k))
     dout = np.random.default_rng([seed, 1]).standard_normal((*q.shape[:3], v.shape[3])).astype(q.dtype)
-    out, lse = reference.forward(workload, q, k, v, scale, arguments, lengths)
-    answers = reference.backward(workload, dout, q, k, v, out, lse, scale, arguments, lengths, dlse)
-    given = dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
-    return tuple(map(np.ascontiguousarray, given)), answers, lse
+    return reference.backward_case(workload, dout, q, k, v, scale, arguments, lengths, dlse)
 
 
 def verdict(function, workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1, through_lse=False):

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import tirx
 
-from te_defs.arguments import COUNT, tensor
+from te_defs.arguments import COUNT, PER_HEAD, tensor
 from te_defs.integers import both, divide, maximum, minimum
 from te_defs.masks import Causal, Mask
+from te_defs.scores import Score
 
 IDS = tensor("BM", "int32")
 
@@ -24,6 +25,29 @@ class DocumentCausal(Causal):
 
     def keep(self, i, j, kv_len):
         return both(j <= i, self.documents[i] == self.documents[j])
+
+
+@dataclass(frozen=True)
+class FactorsAndRows(Score):
+    """Scores times a factor of the head's own, read twice, and a term of the row's own, whose axes are turned."""
+
+    name = "factors_and_rows"
+    factors: PER_HEAD
+    rows: tensor("NB", "float32")
+    marks: tensor("M", "int32")
+
+    def modify(self, s, b, h, i, j, q_len, kv_len):
+        of_key, mark = (j % 5).astype("float32"), self.marks[j].astype("float32")
+        return s * self.factors[h] * self.factors[h] + tirx.exp(self.rows[i, b]) * of_key + mark
+
+
+@dataclass(frozen=True)
+class ReadsAhead(Score):
+    name = "reads_ahead"
+    terms: tensor("M", "float32")
+
+    def modify(self, s, b, h, i, j, q_len, kv_len):
+        return s + self.terms[j + 1]
 
 
 def halved_far_away(s, b, h, i, j):

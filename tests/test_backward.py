@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
+from tvm.s_tir.stmt import SBlock
 
+from schedules.outputs import only
 from te_defs import reference
-from te_defs.flash_attention_backward import attention_dk_dv
+from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
 from te_defs.lengths import sample
 from te_defs.masks import MASKS
 from te_defs.workload import Shape, Workload, make_arguments
-from tests.backward import Fused, Naive, Plain, problem, verdict
+from tests.backward import Apart, Fused, Naive, Plain, problem, verdict
 
 WORKLOADS = {w.name: w for w in (Workload(32, 16, "float16", "causal"), Workload(16, 32, "bfloat16", "full"),
                                  *(Workload(16, 24, "float32", mask) for mask in MASKS))}
@@ -134,6 +136,21 @@ def test_twice_the_same_bits(plain):
     given, *_ = problem(it, Shape(2, 6, 2, 45, 61), 0.2)
     for first, second in zip(*(plain(it)(*given, 0.2) for _ in range(2))):
         np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_one_output_of_two_is_the_same_bits_without_the_blocks_of_the_other(mask):
+    it = Workload(16, 24, "float16", mask)
+    both = attention_dk_dv(it, 32, 16)
+    shape = Shape(1, 4, 2, 45, 61, it.mask_class.samples[-1])
+    given, *_ = problem(it, shape, 0.2, make_arguments(it, shape))
+    apart = Apart(attention_delta(it), only(both, "dK"), only(both, "dV"), attention_dq(it, 32, 16))
+    for found, wanted in zip(*(form(*given, 0.2, make_arguments(it, shape)) for form in (apart, Plain(it)))):
+        np.testing.assert_array_equal(found, wanted)
+    blocks = []
+    tvm_ffi.structural_walk(only(both, "dV").body, (SBlock, lambda block: blocks.append(block.name_hint)))
+    assert not {"V_load", "delta_load", "dov", "dP", "gradient", "dK_acc", "dK"} & set(blocks) and {"K_load", "P_cast", "dV"} <= set(blocks)
+    assert [param.name for param in only(both, "dV").params[:8]] == ["dO", "Q", "K", "V", "LSE", "delta", "dV", "scale"]
 
 
 def test_no_block_reads_what_it_writes():

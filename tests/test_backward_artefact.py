@@ -13,10 +13,13 @@ from schedules.arch import cpu_arch, cuda_arch
 from schedules.artefact.cases import check_cases
 from schedules.artefact.export import ExportError, export_artefact
 from schedules.artefact.manifest import describe
+from schedules.artefact.variant import variant_of
 from schedules.families import cpu_backward, mma_backward
+from schedules.outputs import only
 from schedules.registry import NoSchedule
 from scripts.kernels import build_gradients
 from te_defs import reference
+from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
 from te_defs.workload import Shape, Workload
 from tests.backward import Called, problem, verdict
 from tests.stand_in_kernel import on_cpu
@@ -217,13 +220,28 @@ class TestRefused:
             packed.flash_attention_backward(*tensors, 0.5, *begins, 6, 7)
 
 
+def test_functions_for_a_gradient_each(tmp_path):
+    """dK and dV by a function each, as a family for a GPU has them: plain functions stand in for these."""
+    both = attention_dk_dv(WORKLOAD, 32, 16)
+    functions = [*(attention_delta(WORKLOAD, through_lse) for through_lse in (False, True)), only(both, "dK"),
+                 attention_dq(WORKLOAD, 32, 16), only(both, "dV")]
+    names = filter(None, backward.function_names(False, apart=True))
+    mod = tvm.IRModule({name: function.with_attr("global_symbol", name) for name, function in zip(names, functions)})
+    plans = backward.ApartPlans(*[cpu_backward.default_plan("dq", WORKLOAD, HERE)] * 3)
+    variants, gradients = [on_cpu(WORKLOAD)], [variant_of(tvm.compile(mod, HERE.target()), cpu_backward, HERE, plans)]
+    export_artefact(variants, WORKLOAD, tmp_path / "apart.so", describe(WORKLOAD, variants, None, gradients), (), gradients)
+    call = Called(tvm_ffi.load_module(str(tmp_path / "apart.so")), WORKLOAD)
+    for shape in (Shape(2, 6, 2, 37, 70), Shape(1, 2, 1, 0, 33), Shape(1, 2, 2, 5, 0)):
+        assert verdict(call, WORKLOAD, shape, 0.2, through_lse=True) is None
+
+
 class TestExport:
     def test_manifest(self, module):
         told = json.loads(str(module.flash_attention_manifest()))["backward"]
         assert told["signature"] == "flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, dlse=None)"
         assert told["variants"][0]["workspace_bytes"] == "4 * queries * heads * batch"
         (variant,) = told["variants"]
-        assert variant["family"] == cpu_backward.NAME and set(variant["plan"]) == set(backward.ROLES)
+        assert variant["family"] == cpu_backward.NAME and set(variant["plan"]) == set(backward.Plans.roles())
 
     def test_without_gradients_there_is_no_such_call(self, tmp_path):
         variant = on_cpu(WORKLOAD)

@@ -1,27 +1,26 @@
 """On a GPU: the gradients of every family through the checked entry of an exported artefact."""
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import tvm
-import tvm_ffi
 
 from schedules.arch import arch_of_capability
-from schedules.artefact.export import export_artefact
 from schedules.backward import FAMILIES, adds
-from schedules.families import delta, mma_backward, wgmma_backward
+from schedules.families import delta, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward
 from schedules.lowering.cuda_compile import cuda_compiler
-from scripts.kernels import build_gradients
 from te_defs import lengths, reference
 from te_defs.workload import Shape, Workload, make_arguments
-from tests.backward import Called, delta_alone, verdict
-from tests.stand_in_kernel import on_cuda, variant
+from tests import operands
+from tests.backward import Called, delta_alone, exported, verdict
 
 pytestmark = pytest.mark.gpu
 WORKLOADS = [Workload.parse(f"fwd_{name}") for name in (
     "d64_dv64_f16_full", "d64_dv64_f16_causal", "d64_dv64_bf16_causal", "d128_dv128_f16_full", "d128_dv128_f16_causal",
     "d128_dv128_bf16_full", "d128_dv64_f16_causal", "d64_dv128_bf16_full", "d96_dv96_f16_causal", "d32_dv32_f16_full",
-    "d256_dv256_f16_causal", "d64_dv64_f16_window", "d128_dv128_f16_window", "d64_dv64_f16_prefix", "d128_dv128_bf16_causal_top_left",
+    "d256_dv256_f16_causal", "d256_dv256_bf16_full", "d192_dv128_f16_causal+packed", "d200_dv136_bf16_window", "d72_dv104_f16_full+keys",
+    "d64_dv64_f16_window", "d128_dv128_f16_window", "d64_dv64_f16_prefix", "d128_dv128_bf16_causal_top_left",
     "d64_dv64_f16_causal+softcap", "d128_dv128_f16_full+bias", "d64_dv64_bf16_causal+alibi+sink", "d64_dv64_f16_window+softcap",
     "d64_dv64_f16_tests.of_a_user:DocumentCausal", "d64_dv64_f16_causal+keys", "d128_dv128_f16_full+keys", "d64_dv64_f16_causal+packed",
     "d128_dv128_bf16_window+packed", "d64_dv64_f32_causal", "d128_dv128_f32_full+bias", "d40_dv72_bf16_causal")]
@@ -41,25 +40,21 @@ def arch():
 
 @pytest.fixture(scope="module")
 def gradients(arch, toolkit, tmp_path_factory):
-    """Function (family, workload) -> module with the gradients of a family's seeds, behind a stand-in of the forward pass; built once each.
+    """Function (family, workload, names of tensors behind the scale) -> module with the gradients of a family's seeds, of these tensors,
+    too, behind a stand-in of the forward pass; built once each.
 
     Skips what the family declines.
     """
     known = {}
 
-    def make(family, workload):
+    def make(family, workload, made=()):
         reason = family.decline(workload, arch)
         if reason is not None:
             pytest.skip(f"{family.NAME} declines: {reason}")
-        if (family, workload) not in known:
-            plain = Workload(workload.head_dim, workload.value_dim, workload.dtype)
-            with cuda_compiler(toolkit, (arch.name,)) as log:
-                forward = variant(tvm.compile(on_cuda(plain), arch.target()), arch, log.kernels)
+        if (family, workload, made) not in known:
             path = tmp_path_factory.mktemp("gpu") / "gradients.so"
-            variants = [kernel.variant for kernel in build_gradients(workload, arch, family=family)]
-            export_artefact([forward], workload, path, {}, (), variants)
-            known[family, workload] = tvm_ffi.load_module(str(path))
-        return known[family, workload]
+            known[family, workload, made] = exported(family, workload, arch, path, toolkit, made)
+        return known[family, workload, made]
     return make
 
 
@@ -76,11 +71,32 @@ def test_numbers_and_bits(gradients, family, workload):
                            through_lse=through_lse) is None, name
 
 
-@pytest.mark.parametrize("family", (wgmma_backward, mma_backward), ids=lambda f: f.NAME)
-def test_thirty_runs_give_the_same_bits(gradients, family):
-    workload = Workload(128, 128, "float16", "causal")
+@pytest.mark.parametrize("family, workload", [(family, Workload.parse(f"fwd_{name}")) for family, name in (
+    (wgmma_backward, "d64_dv64_f16_causal+bias+sink"), (wgmma_backward, "d128_dv128_bf16_full+bias"),
+    (wgmma_fused_backward, "d64_dv64_f16_causal+alibi+sink"), (mma_backward, "d128_dv64_f16_window+alibi+sink"),
+    (wgmma_backward, "d128_dv128_f16_causal+alibi+sink+packed"), (mma_backward, "d64_dv64_bf16_full+alibi+keys"),
+    (mma_backward, "d64_dv64_f16_full+tests.of_a_user:FactorsAndRows"), (simt_backward, "d64_dv64_f32_causal+bias+sink"),
+    (simt_backward, "d96_dv96_f16_causal+bias+sink"), (simt_backward, "d256_dv256_bf16_full+alibi+packed"))],
+    ids=lambda it: getattr(it, "NAME", None) or it.name)
+def test_gradients_of_operands(gradients, family, workload):
+    """Each twice, with the same bits, and where axes have size one."""
+    made = tuple(it.name for it in workload.arguments if it.kind.axes and it.kind.dtype != "int32")
+    module = gradients(family, workload, made)
+    for (name, (shape, factor)), single in zip(SHAPES.items(), itertools.cycle(("", "B", "BH", "N", "BHNM", "M", "BN", "H"))):
+        sizes, given = lengths.sample(workload.lengths, shape.batch, shape.q_len, shape.kv_len)
+        shape = replace(shape, mask=workload.mask_class.samples[-1], **dict(zip(("batch", "q_len", "kv_len"), sizes)))
+        for operand in made:
+            call, arguments = operands.Called(module, workload, operand, made, tvm.cuda(0)), make_arguments(workload, shape, 0, single)
+            scale = factor * workload.head_dim**-0.5
+            assert operands.verdict(call, workload, operand, shape, scale, arguments, given) is None, (name, operand, single)
+
+
+@pytest.mark.parametrize("family, channels", [(wgmma_backward, 128), (wgmma_backward, 256), (mma_backward, 128)],
+                         ids=lambda it: getattr(it, "NAME", f"{it}"))
+def test_thirty_runs_give_the_same_bits(gradients, family, channels):
+    workload = Workload(channels, channels, "float16", "causal")
     call = Called(gradients(family, workload), workload, tvm.cuda(0), times=30)
-    assert verdict(call, workload, Shape(2, 8, 2, 600, 700), 128**-0.5) is None
+    assert verdict(call, workload, Shape(2, 8, 2, 600, 700), channels**-0.5) is None
 
 
 @pytest.mark.parametrize("workload", [Workload(64, 64, "float32"), Workload(128, 128, "float16"), Workload(64, 40, "bfloat16")],

@@ -6,7 +6,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as T
 
-from schedules.lowering import polynomial_exp2, rewrite
+from schedules.lowering import masked_tiles, polynomial_exp2, rewrite
 
 
 def loops_over(stmt, name):
@@ -29,7 +29,7 @@ def masked_steps(a: T.handle, n: T.int32, masked: T.int32):
 
 @pytest.mark.parametrize("n, masked", [(10, 3), (10, 0), (10, 10), (3, 7), (0, 0), (1, 1)])
 def test_masked_tiles_run_first_and_once(n, masked):
-    mod = rewrite.split_masked_tiles()(tvm.IRModule({"main": masked_steps.with_attr("global_symbol", "main")}))
+    mod = masked_tiles.split_masked_tiles()(tvm.IRModule({"main": masked_steps.with_attr("global_symbol", "main")}))
     assert len(loops_over(mod["main"].body, "t")) == 2
     assert "likely" not in mod.script()
     result = tvm.runtime.tensor(np.zeros(64, "int32"))
@@ -51,7 +51,7 @@ def masked_ends(a: T.handle, n: T.int32, first: T.int32, last: T.int32):
 
 @pytest.mark.parametrize("n, first, last", [(10, 3, 7), (10, 0, 10), (10, 7, 3), (10, 4, 4), (3, 7, 9), (5, -2, 3), (0, 0, 0), (6, 2, 99)])
 def test_tiles_masked_at_both_ends_run_once(n, first, last):
-    mod = rewrite.split_masked_tiles()(tvm.IRModule({"main": masked_ends.with_attr("global_symbol", "main")}))
+    mod = masked_tiles.split_masked_tiles()(tvm.IRModule({"main": masked_ends.with_attr("global_symbol", "main")}))
     assert len(loops_over(mod["main"].body, "t")) == 3 and "likely" not in mod.script()
     result, at = tvm.runtime.tensor(np.zeros(64, "int32")), np.arange(64)
     tvm.compile(tirx.transform.ConvertSSA()(mod), "llvm")(result, n, first, last)
@@ -70,7 +70,7 @@ def no_hint(a: T.handle, n: T.int32):
 
 def test_other_conditions_stay():
     mod = tvm.IRModule({"main": no_hint})
-    assert tvm_ffi.structural_equal(rewrite.split_masked_tiles()(mod)["main"].body, no_hint.body)
+    assert tvm_ffi.structural_equal(masked_tiles.split_masked_tiles()(mod)["main"].body, no_hint.body)
 
 
 def rescale_nest(marked):

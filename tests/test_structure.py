@@ -10,7 +10,7 @@ import pytest
 
 from schedules import build
 from schedules.arch import cpu_arch, cuda_arch
-from schedules.families import cpu_backward, mma_backward, simt_backward
+from schedules.families import cpu_backward, mma_backward, mma_fused_backward, simt_backward
 from schedules.nest import excerpt, loop_nest, pictured_blocks
 from schedules.registry import FAMILIES
 from te_defs.workload import Workload
@@ -33,6 +33,9 @@ PICTURED = ((Workload(64, 64, "float16", "causal"), cuda_arch("sm_80")),
             (Workload(64, 64, "float16", "causal"), cuda_arch("sm_90a")))
 BACKWARD = (cpu_backward, mma_backward, simt_backward)
 STAGES = [(family, n) for family in (*FAMILIES, *BACKWARD) for n in range(1, len(family.STAGES) + 1)]
+#: Of this one the stages that it does not share.
+STAGES += [(mma_fused_backward, n) for n, stage in enumerate(mma_fused_backward.STAGES, 1)
+           if stage.__module__ == mma_fused_backward.__name__]
 PICTURE = re.compile(r"^( *)Loop nest::\n\n((?:\1 +\S.*\n)+)", re.MULTILINE)
 
 
@@ -93,6 +96,8 @@ def picture_in(text):
 
 def nest_after(family, number):
     workload, arch = next((workload, arch) for workload, arch in PICTURED if family.decline(workload, arch) is None)
+    if family is mma_fused_backward:
+        return loop_nest(family.schedule(workload, family.default_plan(workload, arch), number))
     if family in BACKWARD:
         return loop_nest(family.schedule("dk_dv", workload, family.default_plan("dk_dv", workload, arch), number))
     return loop_nest(build.schedule(family, workload, family.default_plan(workload, arch), number))

@@ -10,15 +10,15 @@ from schedules.arch import cuda_arch
 from schedules.build import schedule
 from schedules.families import wgmma, wgmma_backward, wgmma_fused_backward, wgmma_plan
 from schedules.intrinsics import events
-from schedules.lowering import products_in_flight, warp_roles
+from schedules.lowering import products_in_flight, register_shares, warp_roles
 from te_defs.workload import Workload
 
 ARCH = cuda_arch("sm_90a")
-WORKLOAD = Workload(64, 64, "float16", "causal")
+WORKLOAD, WIDE = Workload(64, 64, "float16", "causal"), Workload(256, 256, "float16", "full")
 #: Functions of schedules.intrinsics.events that are no calls in a kernel, or stand for a loop index before the roles are split.
 NOT_SPLIT = {"name_of", "key_tile"}
-#: Events that lowering makes of annotated blocks, and those of the backward pass alone.
-FROM_BLOCKS, BACKWARD = {"bulk_load", "tell", "told"}, {"meet", "issued", "awaited"}
+#: Events that lowering adds, and those of the backward pass alone.
+ADDED, BACKWARD = {"bulk_load", "tell", "told", "release_before"}, {"meet", "reclaim", "add_up", "issued", "awaited"}
 #: Those of which lowering.products_in_flight makes numbers before roles are split.
 COUNTED = {products_in_flight.ISSUED, products_in_flight.AWAITED}
 
@@ -34,33 +34,45 @@ def test_every_event_has_a_meaning_and_none_is_left():
     mod = schedule(wgmma, WORKLOAD, wgmma.default_plan(WORKLOAD, ARCH)).mod
     known = {name for name, value in vars(events).items() if inspect.isfunction(value)} - NOT_SPLIT
     used = events_in(mod) - NOT_SPLIT
-    assert used == known - FROM_BLOCKS - BACKWARD, "what the intrinsics say"
+    assert used == known - ADDED - BACKWARD, "what the intrinsics say"
     assert [name for name in known - COUNTED if not callable(getattr(warp_roles._Roles, name, None))] == []
     assert events_in(lowered(mod)) == set()
 
 
-@pytest.mark.parametrize("role", ["dq", "dk_dv"])
-def test_none_is_left_of_the_backward_functions(role):
-    mod = wgmma_backward.schedule(role, WORKLOAD, wgmma_backward.default_plan(role, WORKLOAD, ARCH)).mod
-    assert events_in(lowered(mod)) == set()
+@pytest.mark.parametrize("role, workload", [("dq", WORKLOAD), ("dk_dv", WORKLOAD), *((role, WIDE) for role in ("dq", "dk", "dv"))])
+def test_none_is_left_of_the_backward_functions(role, workload):
+    """And shared memory holds what the budget says, where a tile has a single copy, too."""
+    plan = wgmma_backward.default_plan(role, workload, ARCH)
+    mod = lowered(wgmma_backward.schedule(role, workload, plan).mod)
+    assert events_in(mod) == set() and plan.single == (workload is WIDE and role != "dv")
+    counted = next(used for name, used, *_ in wgmma_backward.budget(role, workload, ARCH, plan).rows if name == "shared memory")
+    assert shared_bytes(mod) == counted
 
 
 def test_none_is_left_of_the_fused_backward_function():
     mod = wgmma_fused_backward.schedule(WORKLOAD, wgmma_fused_backward.default_plan(WORKLOAD, ARCH)).mod
-    assert "meet" in events_in(mod) and events_in(lowered(mod)) == set()
+    assert {"meet", "reclaim", "add_up"} <= events_in(mod) and events_in(lowered(mod)) == set()
+
+
+def shared_bytes(mod):
+    """Bytes of the shared memory that a kernel of a module asks for."""
+    found = []
+    for func in mod.functions.values():
+        tvm_ffi.structural_walk(func.body, (tvm.tirx.AllocBuffer, lambda stmt: found.append(stmt.buffer)))
+    return sum(2 * int(buffer.shape[0]) for buffer in found if buffer.scope() == "shared.dyn")
 
 
 def lowered(mod):
-    with ARCH.target():
+    with ARCH.target(), tvm.transform.PassContext(config=wgmma.CONFIG):
         return get_tir_pipeline(wgmma.PIPELINE)[0](tvm.IRModule({"main": mod["main"].with_attr("target", ARCH.target())}))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("loader", [24, 32, 40, 56])
 def test_registers_of_a_block_are_those_of_a_multiprocessor(groups, loader):
-    consumer = warp_roles.consumer_registers(groups, loader)
-    entry = warp_roles.REGISTERS_PER_SM // (warp_roles.GROUP * (groups + 1))
-    assert warp_roles.GROUP * (groups * consumer + loader) <= ARCH.registers_per_sm
+    consumer = register_shares.consumer_registers(groups, loader)
+    entry = register_shares.REGISTERS_PER_SM // (register_shares.GROUP * (groups + 1))
+    assert register_shares.GROUP * (groups * consumer + loader) <= ARCH.registers_per_sm
     assert consumer <= 240 and consumer % 8 == 0, "as setmaxnreg wants it"
     assert consumer >= min(entry // 8 * 8, 240), "a consumer gives none of its registers away"
 
@@ -69,4 +81,4 @@ def test_registers_of_a_block_are_those_of_a_multiprocessor(groups, loader):
 def test_registers_are_those_of_the_paper_s_kernels(groups, loader, consumer):
     """FlashAttention-3, hopper/flash_fwd_kernel_sm90.h; a single consumer has 256 there, of which code can name 255."""
     assert wgmma_plan.LOADER_REGISTERS[groups] == loader
-    assert warp_roles.consumer_registers(groups, loader) == consumer
+    assert register_shares.consumer_registers(groups, loader) == consumer

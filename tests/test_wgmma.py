@@ -15,7 +15,7 @@ from schedules.build import build, schedule
 from schedules.families import wgmma, wgmma_plan
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import LANES
-from schedules.lowering import rings, software_pipeline, toolkit as toolkits, warp_roles
+from schedules.lowering import register_shares, rings, software_pipeline, toolkit as toolkits
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.plan import Calls, PlanError
 from schedules.space import Space
@@ -139,7 +139,7 @@ class TestSeedPlan:
             assert instruction in source
         assert "__activemask" not in source and kernel.warnings == () and kernel.most("static_smem_bytes") == 0
         assert (kernel.most("stack_bytes"), kernel.most("spill_store_bytes"), kernel.most("spill_load_bytes")) == (0, 0, 0)
-        entry, consumer = kernel.most("registers"), warp_roles.consumer_registers(plan.groups, plan.loader_registers)
+        entry, consumer = kernel.most("registers"), register_shares.consumer_registers(plan.groups, plan.loader_registers)
         assert plan.loader_registers <= entry <= consumer
         assert plan.groups * consumer + plan.loader_registers <= (plan.groups + 1) * entry, "consumers would wait for registers for ever"
         figures(f"wgmma {workload.name} {ARCH.name}", {"registers": entry, "spilled_bytes": 0})

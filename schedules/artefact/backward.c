@@ -49,15 +49,16 @@ static int invoke(void *self, const Call *call, Function function, const TVMFFIA
   return call->variant->functions[function](self, args, count + behind, result);
 }
 
-/* The kernels of a call, one after the other: delta, then dk and dv, then dq; or delta and zeros, then dk, dv and sums of dq, then dq. Where
- * there are no queries, keys get zeros, and where there are no keys, queries do. */
+/* The kernels of a call, one after the other: delta, then dk and dv, by one or by one each, then dq; or delta and zeros, then dk, dv and sums
+ * of dq, then dq. Where there are no queries, keys get zeros, and where there are no keys, queries do. */
 static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVMFFIAny *delta, const TVMFFIAny *sums, TVMFFIAny *result) {
   const TVMFFIAny *it = call->checked;
-  bool adds = call->variant->functions[ZEROS] != NULL;
+  bool adds = call->variant->sum_rows > 0, apart = call->variant->functions[GRADIENTS_OF_VALUES] != NULL;
   bool queries = call->longest[0] > 0 && call->views[LSE].span > 0;
   bool keys = call->longest[1] > 0 && call->views[DK].span > 0;
   TVMFFIAny of_delta[] = {it[DOUT], it[OUT], *delta}, through_lse[] = {it[DOUT], it[OUT], *dlse, *delta};
   TVMFFIAny of_keys[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DK], it[DV]};
+  TVMFFIAny of_values[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DV]};
   TVMFFIAny of_all[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, *sums, it[DK], it[DV]};
   TVMFFIAny of_queries[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DQ]};
   TVMFFIAny of_sums[] = {*sums, it[DQ]};
@@ -66,9 +67,10 @@ static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVM
                                                   : invoke(self, call, DELTA_THROUGH_LSE, through_lse, 4, 0, result)))
     return -1;
   if (queries && adds && invoke(self, call, ZEROS, of_sums, 1, 0, result)) return -1;
-  if (keys && invoke(self, call, GRADIENTS_OF_KEYS, adds ? of_all : of_keys, adds ? 9 : 8, BEHIND, result)) return -1;
+  if (keys && apart && invoke(self, call, GRADIENTS_OF_VALUES, of_values, 7, BEHIND, result)) return -1;
+  if (keys && invoke(self, call, GRADIENTS_OF_KEYS, adds ? of_all : of_keys, adds ? 9 : apart ? 7 : 8, BEHIND, result)) return -1;
   if (!queries) return 0;
-  return adds ? invoke(self, call, GRADIENTS_OF_QUERIES, of_sums, 2, 1, result)
+  return adds ? invoke(self, call, GRADIENTS_OF_QUERIES, of_sums, 2, BEHIND, result)
               : invoke(self, call, GRADIENTS_OF_QUERIES, of_queries, 7, BEHIND, result);
 }
 
@@ -95,31 +97,50 @@ static int check_dlse(const TVMFFIAny *arg, const Call *call, TVMFFIAny *checked
   return 0;
 }
 
+/* The sums of dq, from dq: [batch, heads, tiles, elements of a tile], with tiles of `sum_rows` rows as te_defs.fused_backward counts them. */
+static void describe_sums(const Call *call, DLTensor *sums, DLDataType dtype, int64_t shape[4]) {
+  int64_t rows = call->variant->sum_rows > 0 ? call->variant->sum_rows : 1, queries = sums->shape[1];
+  int64_t tiles = FLASHTIR_LENGTHS == PACKED ? queries / rows + call->batch : (queries + rows - 1) / rows;
+  memcpy(shape, (int64_t[]){sums->shape[0], sums->shape[2], tiles > 0 ? tiles : 1, rows * FLASHTIR_HEAD_DIM}, 4 * sizeof *shape);
+  sums->dtype = dtype, sums->shape = shape, sums->strides = NULL;
+}
+
+#include "operands.h"
+
 static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result, const Variant *only) {
   Call call = {0};
   TVMFFIAny dlse;
   DLTensor plain_dlse;
-  bool through_lse = count == ARGUMENTS + 1;
-  if (check_call(&call, args, count - through_lse, only)) return -1;
-  if (check_dlse(through_lse ? &args[ARGUMENTS] : &(TVMFFIAny){.type_index = kTVMFFINone}, &call, &dlse, &plain_dlse)) return -1;
-  /* Without batch entries nothing is to be written, and without heads of keys there are none of queries. */
-  if (call.batch == 0 || call.plain[K].shape[2] == 0) return 0;
+  Output operands[OPERANDS + 1] = {{.given = false}};
+  int optional = count - ARGUMENTS;
+  if (optional > 1 + OPERANDS)
+    return fail("TypeError", "found %d arguments, wanted %d to %d: " FLASHTIR_CALL ", " FLASHTIR_OPTIONAL "; gradients of more tensors are "
+                "made by artefacts that were exported with them", (int)count, (int)ARGUMENTS, (int)ARGUMENTS + 1 + OPERANDS);
+  if (check_call(&call, args, optional > 0 ? ARGUMENTS : count, only)) return -1;
+  if (check_dlse(optional > 0 ? &args[ARGUMENTS] : &(TVMFFIAny){.type_index = kTVMFFINone}, &call, &dlse, &plain_dlse)) return -1;
+  for (int i = 0; i < optional - 1; ++i)
+    if (check_operand_gradient(i, &args[ARGUMENTS + 1 + i], &call, &dlse, operands)) return -1;
   say_once(&call.passed_over, call.variant);
-  /* An empty tensor gets some memory, which nobody reads. */
-  const DLTensor *some = &call.plain[call.views[DQ].span ? DQ : DK];
-  for (int i = 0; i < TENSORS; ++i)
-    if (call.views[i].span == 0) call.plain[i].data = some->data;
+  /* An empty tensor gets some memory, which nobody reads; where all outputs are empty nothing is to be done. */
+  void *some = memory_of_outputs(&call, operands);
+  if (some == NULL) return 0;
+  for (int i = 0; i < TENSORS + EXTRAS; ++i)
+    if (call.views[i].span == 0) call.plain[i].data = some;
+  for (int i = 0; i < TABLES; ++i)
+    if (call.tables[i].data == NULL) call.tables[i].data = some;
   for (int i = 0; i < TENSORS && call.variant->strided; ++i)
     if (i != LSE) call.plain[i].strides = call.views[i].strides;
   Workspace delta = {.plain = call.plain[LSE]}, sums = {.plain = call.plain[DQ]};
-  sums.plain.dtype = delta.plain.dtype, sums.plain.strides = NULL;
-  int failed = allocate(&delta, "delta") || (call.variant->functions[ZEROS] != NULL && allocate(&sums, "sums of dq")) ||
+  int64_t shape[4];
+  describe_sums(&call, &sums.plain, delta.plain.dtype, shape);
+  int failed = allocate(&delta, "delta") || (call.variant->sum_rows > 0 && allocate(&sums, "sums of dq")) ||
                launch(self, &call, &dlse, &delta.argument, &sums.argument, result);
+  for (int i = 0; i < OPERANDS && !failed; ++i) failed = launch_operand(self, &call, i, &operands[i], &delta.argument, result);
   failed = release(&sums) || failed;
   return release(&delta) || failed ? -1 : 0;
 }
 
-/* flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, the extras[, dlse]) -> None */
+/* flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, the extras[, dlse[, gradients of some extras]]) -> None */
 TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
   return backward(self, args, count, result, NULL);
 }

@@ -13,11 +13,16 @@
  *                                strided        1 where it takes views with strides, 0 where contiguous tensors only
  *                                packed         1 where it is for grouped heads that share tiles, of fewer queries than `rows`
  *                                whole_rows     1 where sequences inside tensors are found by the number of a row
+ *                                sum_rows       rows of a tile of sums of dq, 0 where it needs none
+ *                                operand_rows, operand_keys, operand_blocks   queries and keys of a tile of an operand whose gradient is
+ *                                               summed, and how many blocks there shall be at least
  *                                codes          {major, minor, exact} for each architecture of its device code, then {0}
  *   FLASHTIR_ARCHS             the architectures of all variants, for messages
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
  *   FLASHTIR_DTYPE_CODE, _BITS element type of q, k, v, out   FLASHTIR_DEVICE_TYPE  DLDeviceType of all tensors
  *   FLASHTIR_EXTRAS            the arguments behind scale, those of mask, score modification and sink: for each an Extra with a comma behind it
+ *   FLASHTIR_OPERANDS          those of FLASHTIR_EXTRAS whose gradients are made, too: {name, number} with a comma behind it
+ *   FLASHTIR_OPTIONAL          names of the arguments that may follow all others, for messages
  *   FLASHTIR_LENGTHS, _TABLES, _INTEGERS   who says how many rows batch entries have, by te_defs.lengths: 0 the tensors, 1 key_lengths,
  *                              2 cu_seqlens; and the names of these tensors and of the integers behind them, each as a text with a comma
  *   FLASHTIR_CALL              names of all arguments, for messages
@@ -48,7 +53,19 @@ typedef struct {
 
 typedef int HostFunction(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result);
 #if FLASHTIR_BACKWARD
-typedef enum { DELTA, DELTA_THROUGH_LSE, GRADIENTS_OF_KEYS, GRADIENTS_OF_QUERIES, ZEROS, FUNCTIONS } Function;
+/* Gradients of operands: for each of FLASHTIR_OPERANDS, a tensor behind the scale, the number of its argument. */
+typedef struct {
+  const char *name;
+  int extra;
+} Operand;
+static const Operand kOperands[] = {FLASHTIR_OPERANDS{NULL, 0}};
+enum { OPERANDS = sizeof kOperands / sizeof *kOperands - 1 };
+/* For each of these behind the others: that makes it whole, that sums it in parts, and that adds these up; the last two, or none. */
+enum { WHOLE, IN_PARTS, FOLD, FOR_AN_OPERAND };
+typedef enum {
+  DELTA, DELTA_THROUGH_LSE, GRADIENTS_OF_KEYS, GRADIENTS_OF_QUERIES, ZEROS, GRADIENTS_OF_VALUES,
+  GRADIENTS_OF_OPERANDS, FUNCTIONS = GRADIENTS_OF_OPERANDS + OPERANDS * FOR_AN_OPERAND
+} Function;
 #else
 typedef enum { KERNEL, NEGATIVE_SCALE_KERNEL, FUNCTIONS } Function;
 #endif
@@ -59,7 +76,8 @@ typedef struct {
   const char *beyond;
   int alignment;
   int64_t queries, tiles, rows;
-  int strided, packed, whole_rows;
+  int strided, packed, whole_rows, sum_rows;
+  int64_t operand_rows, operand_keys, operand_blocks;
   const Code *codes;
 } Variant;
 
@@ -68,8 +86,10 @@ typedef struct {
 #define DECLARE(function) extern HostFunction function __attribute__((visibility("hidden")));
 FLASHTIR_FUNCTIONS(DECLARE)
 #define ALL(...) {__VA_ARGS__}
-#define LIST(name, functions, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, ...) \
-  {name, ALL functions, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, (const Code[]){__VA_ARGS__}},
+#define LIST(name, functions, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, sum_rows, operand_rows, \
+             operand_keys, operand_blocks, ...) \
+  {name, ALL functions, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, sum_rows, operand_rows, \
+   operand_keys, operand_blocks, (const Code[]){__VA_ARGS__}},
 static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
 enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
 

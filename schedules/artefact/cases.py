@@ -13,6 +13,8 @@ is an int32 tensor.
 
 Where the artefact has gradients, there are also `<case>.dout` and `.dq`, `.dk`, `.dv` (float64), and in the index `gradient_tolerances`,
 the largest errors of these three. They are the gradients for `out` in the workload's type and `lse` in float32; NaN stands for anything.
+Where it makes gradients of tensors behind the scale, too, such as a bias, there are `<case>.dbias` (float64), and in the index
+`operand_tolerances`, {"dbias": largest error}, in the order of the call.
 
 A kernel passes a case when |out - answer| <= out_tolerance and |lse - answer| <= lse_tolerance * max(|answer|, 1) everywhere, and rows
 whose answer is lse = -inf have exactly that and out = 0.
@@ -23,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from te_defs import lengths, reference
+from te_defs import lengths, operand_reference, reference
 from te_defs.workload import Shape, make_arguments
 
 SCHEMA = 2
@@ -72,20 +74,31 @@ class CheckCase:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Input dout in the workload's type, float64 answers, and the errors that are allowed."""
+    """Input dout in the workload's type, float64 answers, the errors that are allowed, and OperandGradients."""
 
     dout: np.ndarray
     dq: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
     tolerances: tuple
+    operands: tuple = ()
 
 
-def check_cases(workload, seed=0, gradients=False):
+@dataclass(frozen=True)
+class OperandGradient:
+    """The float64 answer for a tensor behind the scale, and the error that is allowed."""
+
+    name: str
+    answer: np.ndarray
+    tolerance: float
+
+
+def check_cases(workload, seed=0, gradients=False, operands=()):
     """CheckCases of a workload for all of CHECK_SHAPES, with its mask's samples in turn; each draws from a seed of its own, so that adding
     one changes no other.
 
     gradients  whether they have Gradients
+    operands   names of tensors behind the scale that these are of, too
     """
     cases, sizes_to_be_one = [], itertools.cycle(("", "B", "BH", "N", "BHN", "M"))
     for (name, (shape, factor)), mask, single in zip(CHECK_SHAPES.items(), itertools.cycle(workload.mask_class.samples), sizes_to_be_one):
@@ -99,16 +112,20 @@ def check_cases(workload, seed=0, gradients=False):
         out, lse = reference.forward(workload, q, k, v, scale, arguments, given)
         bounds = reference.tolerances(workload, q, k, v, scale, arguments, (out, lse), given)
         cases.append(CheckCase(name, q, k, v, scale, arguments, out, lse, *bounds, given))
-    return tuple(replace(case, gradients=gradients_of(workload, case, [seed, 1, *case.name.encode()])) if gradients else case
+    return tuple(replace(case, gradients=gradients_of(workload, case, [seed, 1, *case.name.encode()], operands)) if gradients else case
                  for case in cases)
 
 
-def gradients_of(workload, case, seed):
+def gradients_of(workload, case, seed, operands=()):
     """Gradients of a case for random dout, from its own out and lse, rounded as a kernel gets them."""
     dout = np.random.default_rng(seed).standard_normal(case.out.shape, np.float32).astype(case.q.dtype)
     given = dout, case.q, case.k, case.v
     answers = reference.backward(workload, *given, *case.rounded, case.scale, case.arguments, case.lengths)
-    return Gradients(dout, *answers, reference.backward_tolerances(workload, *given, answers, case.scale, case.arguments, case.lengths))
+    behind, of_operands = (case.scale, case.arguments, case.lengths), []
+    for name in operands:
+        answer = operand_reference.gradient_of(workload, name, *given, *case.rounded, *behind)
+        of_operands.append(OperandGradient(f"d{name}", answer, operand_reference.tolerance(workload, name, *given, answer, *behind)))
+    return Gradients(dout, *answers, reference.backward_tolerances(workload, *given, answers, *behind), tuple(of_operands))
 
 
 def write_cases(path, workload, cases):
@@ -118,7 +135,9 @@ def write_cases(path, workload, cases):
         {**{field: getattr(case, field) for field in fields},
          "arguments": [name if isinstance(value, np.ndarray) else value for name, value in zip(names, case.arguments)],
          "lengths": [numbers if isinstance(numbers, int) else numbers.tolist() for numbers in case.lengths],
-         **({"gradient_tolerances": case.gradients.tolerances} if case.gradients else {})} for case in cases]}
+         **({"gradient_tolerances": case.gradients.tolerances,
+             "operand_tolerances": {it.name: it.tolerance for it in case.gradients.operands}} if case.gradients else {})}
+        for case in cases]}
     arrays = {"index": np.array(json.dumps(index))}
     for case in cases:
         tensors = {name: getattr(case, name) for name in ("q", "k", "v", "out", "lse")}
@@ -126,6 +145,7 @@ def write_cases(path, workload, cases):
         if workload.lengths == "packed":
             tensors = {name: array[0] for name, array in tensors.items()}
         tensors |= {name: value for name, value in zip(names, case.arguments) if isinstance(value, np.ndarray)}
+        tensors |= {it.name: it.answer for it in (case.gradients.operands if case.gradients else ())}
         for name, array in tensors.items():
             arrays[f"{case.name}.{name}"] = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
     with open(path, "wb") as file:

@@ -10,8 +10,8 @@ import tvm_ffi
 
 from schedules.arch import cuda_arch
 from schedules.artefact.cases import write_cases
-from schedules.artefact.manifest import backward_arguments, call_arguments, to_json
-from schedules.backward import function_names
+from schedules.artefact.manifest import backward_arguments, call_arguments, optional_arguments, to_json
+from schedules.backward import ApartPlans, function_names, operand_function_names
 from schedules.build import kernel_names, signs
 from schedules.lowering.toolkit import run_c_compiler
 from te_defs.lengths import LENGTHS
@@ -63,10 +63,12 @@ def export_artefact(variants, workload, path, manifest, cases, gradients=()):
 
 
 def functions_of(variant, workload, place, backward):
-    """Symbols of the functions that an artefact calls of a variant in this place; a kernel without a twin for scales below zero takes
-    these, too."""
+    """Symbols of the functions that an artefact calls of a variant in this place, in the order of call.h, None for what it has not; a
+    kernel without a twin for scales below zero takes these, too."""
     if backward:
-        return function_names(variant.adds, place)
+        names = function_names(variant.sum_rows > 0, place, isinstance(variant.plan, ApartPlans))
+        names += (None,) * (len(function_names(False, apart=True)) - len(names))
+        return *names, *operand_function_names(workload, variant.operands.names, place)
     kernel, negative = kernel_names(place)
     return kernel, negative if True in signs(workload) else kernel
 
@@ -76,11 +78,11 @@ def check_variants(variants, workload, gradients=()):
     all_places = [*((place, variant, False) for place, variant in enumerate(variants, 1)),
                   *((place, variant, True) for place, variant in enumerate(gradients, 1))]
     for place, variant, backward in all_places:
-        for name in functions_of(variant, workload, place, backward):
-            if not variant.module.implements_function(name):
+        for name in filter(None, functions_of(variant, workload, place, backward)):
+            if not variant.module.implements_function(name, query_imports=True):
                 raise ExportError(f"a module with a function {name} is needed, found none: build it with "
                                   f"{'schedules.backward.build' if backward else 'schedules.build.build_plan'}")
-        for part in variant.module.imports:
+        for part in _imports(variant.module):
             # Without its CUDA runtime TVM puts a placeholder here that carries CUDA C++ and runs nowhere.
             if not part.is_runnable():
                 raise ExportError(f"the module carries {part.kind} source and no device code: call toolkit.preload before it is built")
@@ -89,6 +91,15 @@ def check_variants(variants, workload, gradients=()):
         if variant.arch.kind != variants[0].arch.kind:
             raise ExportError(f"the variants of an artefact are for one kind of device, found {variants[0].arch.kind} and "
                               f"{variant.arch.kind}: make an artefact for each")
+    for variant in gradients:
+        if variant.operands.names != gradients[0].operands.names:
+            raise ExportError(f"variants for gradients have the same arguments, found {variant.operands.names} beside "
+                              f"{gradients[0].operands.names}: build them alike")
+
+
+def _imports(module):
+    """What a module imports, and what these do."""
+    return [found for part in module.imports for found in (part, *_imports(part))]
 
 
 def _joined(variants):
@@ -119,12 +130,12 @@ def compile_entry(workload, variants, manifest, folder, backward=False):
 
 def _config(workload, variants, manifest, backward):
     """The header artefact_config.h; call.h says what each constant is."""
-    symbols = [[f"__tvm_ffi_{name}" for name in functions_of(variant, workload, place, backward)]
+    symbols = [[f"__tvm_ffi_{name}" if name else "NULL" for name in functions_of(variant, workload, place, backward)]
                for place, variant in enumerate(variants, 1)]
-    lengths = LENGTHS[workload.lengths]
+    lengths, names, operands = LENGTHS[workload.lengths], [it.name for it in workload.arguments], variants[0].operands.names
     constants = {
         "BACKWARD": int(backward),
-        "FUNCTIONS(X)": " ".join(f"X({name})" for names in symbols for name in dict.fromkeys(names)),
+        "FUNCTIONS(X)": " ".join(f"X({name})" for found in symbols for name in dict.fromkeys(found) if name != "NULL"),
         "VARIANTS(X)": " ".join(f"X({_entry_of(variant, names)})" for variant, names in zip(variants, symbols)),
         "ARCHS": json.dumps(", ".join(dict.fromkeys(arch for variant in variants for arch in variant.archs))),
         "HEAD_DIM": workload.head_dim,
@@ -133,6 +144,8 @@ def _config(workload, variants, manifest, backward):
         "DTYPE_BITS": _code_and_bits(workload.dtype)[1],
         "DEVICE_TYPE": _DEVICE_TYPES[variants[0].arch.kind],
         "EXTRAS": "".join(f"{_extra_of(argument, workload)}, " for argument in workload.arguments),
+        "OPERANDS": "".join(f'{{"d{name}", {names.index(name)}}}, ' for name in operands),
+        "OPTIONAL": json.dumps(", ".join(optional_arguments(operands))),
         "LENGTHS": list(LENGTHS).index(workload.lengths),
         "TABLES": "".join(f"{json.dumps(name)}, " for name in lengths.tensors),
         "INTEGERS": "".join(f"{json.dumps(name)}, " for name in (lengths.backward_integers if backward else lengths.integers)),
@@ -158,9 +171,11 @@ def _entry_of(variant, symbols):
     """What FLASHTIR_VARIANTS says of one variant."""
     beyond = variant.max_elements + 1
     beyond = f"2^{beyond.bit_length() - 1}" if beyond.bit_count() == 1 else str(beyond)
+    tile = variant.operands.plan and (variant.operands.plan.q_tile, variant.operands.plan.kv_tile, variant.operands.blocks)
     codes = ["{%d, %d, %d}" % (*arch.capability, arch.exact or not variant.portable) for arch in map(cuda_arch, variant.archs)]
     return ", ".join([f'"{variant.name}"', f"({', '.join(symbols)})", str(variant.max_elements), f'"{beyond}"', str(variant.alignment),
-                      *(str(int(field)) for field in astuple(variant.serves)), str(int(variant.whole_rows)), *codes, "{0}"])
+                      *(str(int(it)) for it in (*astuple(variant.serves), variant.whole_rows, variant.sum_rows, *(tile or (1, 1, 1)))),
+                      *codes, "{0}"])
 
 
 def read_manifest(path):

@@ -23,8 +23,14 @@ def call_arguments(workload):
     return "q", "k", "v", "out", "lse", "scale", *(argument.name for argument in workload.arguments), *lengths.tensors, *lengths.integers
 
 
+def optional_arguments(operands=()):
+    """Names of the arguments that may follow those of the call for gradients, or be None there: the gradient of lse, then outputs for those
+    of some tensors behind the scale."""
+    return "dlse", *(f"d{name}" for name in operands)
+
+
 def backward_arguments(workload):
-    """The same of the call for gradients."""
+    """As `call_arguments`, of the call for gradients."""
     lengths = LENGTHS[workload.lengths]
     return ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale", *(argument.name for argument in workload.arguments),
             *lengths.tensors, *lengths.backward_integers)
@@ -52,13 +58,26 @@ def describe(workload, variants, toolkit=None, gradients=()):
 
 
 def _describe_backward(workload, gradients):
-    """What an artefact says of its gradients; what a variant allocates for a call is given by the sizes of q."""
-    rows = "4 * queries * heads" + " * batch" * (workload.lengths != "packed")
+    """What an artefact says of its gradients; what a variant allocates for a call is given by the sizes of q, and beside that, for each
+    gradient of a tensor behind the scale, the most that there may be."""
+    optional = ", ".join(f"{name}=None" for name in optional_arguments(gradients[0].operands.names))
     return {
-        "signature": f"flash_attention_backward({', '.join(backward_arguments(workload))}, dlse=None)",
-        "variants": [{**_describe_variant(variant), "order": "any" if variant.adds else "fixed",
-                      "workspace_bytes": rows + f" * {1 + workload.head_dim}" * variant.adds} for variant in gradients],
+        "signature": f"flash_attention_backward({', '.join(backward_arguments(workload))}, {optional})",
+        "operands": gradients[0].operands.names,
+        "variants": [{**_describe_variant(variant), "order": "any" if variant.sum_rows else "fixed",
+                      "workspace_bytes": _workspace(workload, variant.sum_rows),
+                      "operands": {name: {"family": variant.operands.family.NAME, "plan": asdict(variant.operands.plan),
+                                          "workspace_bytes": variant.operands.workspace_bytes(workload, name)}
+                                   for name in variant.operands.names}} for variant in gradients],
     }
+
+
+def _workspace(workload, sum_rows):
+    """Bytes that a call allocates: for delta, and for sums of dQ in tiles of so many rows (te_defs.fused_backward.sum_tiles)."""
+    packed = workload.lengths == "packed"
+    tiles = f"(queries // {sum_rows} + sequences)" if packed else f"max((queries + {sum_rows - 1}) // {sum_rows}, 1)"
+    rows = f"(queries + {tiles} * {sum_rows * workload.head_dim})" if sum_rows else "queries"
+    return f"4 * {rows} * heads" + " * batch" * (not packed)
 
 
 def _describe_arguments(workload):

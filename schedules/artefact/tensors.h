@@ -234,14 +234,22 @@ static bool are_slices(const DLTensor *a, const View *view_a, const DLTensor *b,
   return ahead >= run_a && period - ahead >= run_b;
 }
 
-/* An output shares no memory with another tensor; where one lies between the first and the last element of the other, they count as
- * sharing, unless they are slices. `span` and `view` are those of the other; a tensor without a view is contiguous. */
+/* Whether one of two tensors lies between the first and the last element of the other. */
+static bool meet(const DLTensor *a, int64_t span_a, const DLTensor *b, int64_t span_b) {
+  uintptr_t start_a = (uintptr_t)a->data, start_b = (uintptr_t)b->data;
+  return span_a && span_b && start_a < start_b + bytes_of(b, span_b) && start_b < start_a + bytes_of(a, span_a);
+}
+
+static int __attribute__((cold)) fail_apart(const char *output, const char *other) {
+  return fail("ValueError", "%s shares memory with %s, wanted outputs of their own", output, other);
+}
+
+/* An output shares no memory with another tensor; where they meet, they count as sharing, unless they are slices. `span` and `view` are
+ * those of the other; a tensor without a view is contiguous. */
 static int check_apart(int output, const DLTensor *plain, const View *views, const DLTensor *other, const View *view, int64_t span,
                        const char *name) {
-  uintptr_t start = (uintptr_t)other->data, end = start + bytes_of(other, span);
-  uintptr_t written = (uintptr_t)plain[output].data, written_end = written + bytes_of(&plain[output], views[output].span);
-  if (views[output].span && start < written_end && written < end && !(view && are_slices(&plain[output], &views[output], other, view)))
-    return fail("ValueError", "%s shares memory with %s, wanted outputs of their own", kWanted[output].name, name);
+  if (meet(&plain[output], views[output].span, other, span) && !(view && are_slices(&plain[output], &views[output], other, view)))
+    return fail_apart(kWanted[output].name, name);
   return 0;
 }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import tvm
 
 from schedules.arch import cuda_arch
+from schedules.backward import Operands
 from schedules.build import runtime_module
 from schedules.plan import Calls, Plan
 
@@ -31,9 +32,10 @@ class Variant:
     max_elements  most elements that a tensor may reach over, from its first to its last in memory, below 2^60
     alignment     bytes that the data of tensors must start on a multiple of, and on a GPU every row
     serves        Calls that it is for; others are left to a later variant
-    adds          whether, of gradients, dQ is added up in float32 memory, in any order
+    sum_rows      of gradients, rows of a tile of the float32 memory in which dQ is added up, in any order; 0: it is not
     whole_rows    whether sequences inside tensors are found by the number of a row: with key lengths, batch entries of k and v must then be
                   whole rows apart
+    operands      of gradients, the tensors behind the scale that have some, too
     portable      whether later minors of its compute capability have room for it; where not, its code runs on those that it names
     """
 
@@ -48,7 +50,8 @@ class Variant:
     serves: Calls = Calls()
     portable: bool = True
     whole_rows: bool = False
-    adds: bool = False
+    sum_rows: int = 0
+    operands: Operands = Operands()
 
     @property
     def name(self):

@@ -1,8 +1,8 @@
-"""What the two functions of te_defs/flash_attention_backward.py are made of, for families that schedule both by the same stages."""
+"""What the functions of te_defs/flash_attention_backward.py are made of, for families that schedule all by the same stages."""
 from dataclasses import dataclass, replace
-from functools import partial
 
-from schedules.lowering.reduce_adds import column_of
+from schedules.families.mma_turns import fetched
+from schedules.outputs import only
 from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
 from te_defs.fused_backward import attention_dk_dv_dq
 
@@ -13,6 +13,7 @@ class Product:
 
     first, second  tiles in shared memory; None in the place of the first: a matrix in registers, which the block before has cast
     turned         whether the second is read transposed on its way
+    first_turned   whether the first is
     transposed     whether it is declared with rows and columns the other way round
     """
 
@@ -21,11 +22,17 @@ class Product:
     second: str
     turned: bool = False
     transposed: bool = False
+    first_turned: bool = False
+
+    @property
+    def form(self):
+        """Of mma.sync, see intrinsics.mma: one that adds to a sum starts from it, the others from zero."""
+        return "sum" if self.block.endswith("_new") else "part" if self.turned else "kq" if self.transposed else "qk"
 
 
 @dataclass(frozen=True)
 class Role:
-    """What one of the two functions is made of.
+    """What one of the functions is made of.
 
     rows      "i" or "j": whose rows stay, and are rows of the fragments
     stays     loads of the tiles that stay; streams: of those that come by
@@ -50,6 +57,11 @@ class Role:
         """Blocks whose matrices stay in registers: scores, products and accumulators."""
         return (*self.scores, *(product.block for product in self.products), *(init for init, _, _ in self.sums))
 
+    @property
+    def statistics(self):
+        """Loads of the numbers that go with the queries."""
+        return ("LSE_load", "delta_load") if any(product.block == "dP" for product in self.products) else ("LSE_load",)
+
     def transposes(self, block):
         """Whether the matrix of a block lies transposed in registers: scores do where keys are the rows."""
         return self.rows == "j" and block in ("S", "dP", *self.scores)
@@ -70,11 +82,37 @@ DK_DV = Role(attention_dk_dv, "j", ("K_load", "V_load"), ("Q_load", "dO_load"),
              ("Q_load", "dO_load", "LSE_load", "delta_load", "S_init", "S", "P", "P_masked", "P_cast", "dV_init", "dV_acc_new", "dP_init",
               "dP", "dS", "dS_cast", "dK_init", "dK_acc_new", "dK_acc", "dV_acc"))
 ROLES = {"dq": DQ, "dk_dv": DK_DV}
+
+
+def _alone(output, *foreign):
+    """The Role of one output of DK_DV by itself, without the blocks whose names start so."""
+    def keep(names):
+        return tuple(name for name in names if not name.startswith(foreign))
+    return replace(DK_DV, declare=lambda *arguments, **options: only(attention_dk_dv(*arguments, **options), output),
+                   stays=keep(DK_DV.stays), products=tuple(it for it in DK_DV.products if keep((it.block,))), scores=keep(DK_DV.scores),
+                   sums=tuple(it for it in DK_DV.sums if keep(it)), statements=keep(DK_DV.statements))
+
+
+#: Where the sums of both do not fit in registers: eight products in all, as S is computed once more.
+APART = {"dk": _alone("dK", "dV", "P_cast"), "dv": _alone("dV", "dK", "dP", "dS", "V_load", "delta")}
 #: te_defs/fused_backward.py. The rows of dQ are nobody's own: its product, with the copies around it, is scheduled by wgmma_fused_backward.
-FUSED = replace(DK_DV, declare=partial(attention_dk_dv_dq, place_of=column_of), statements=(
-    *DK_DV.statements[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_part_warp", "dQ_sum", *DK_DV.statements[-2:]))
+FUSED = replace(DK_DV, declare=attention_dk_dv_dq, statements=(
+    *DK_DV.statements[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_part_warp", "dQ_part_warp_shared.dyn", "dQ_sum",
+    *DK_DV.statements[-2:]))
 #: The same where dK, too, is a product with what was handed over: the cast of dS needs no registers while products run.
 FUSED_HANDED = replace(
     FUSED, products=tuple(replace(it, first="dS_cast_warp") if it.block == "dK_acc_new" else it for it in FUSED.products),
     statements=(*(it for it in DK_DV.statements[:-2] if not it.startswith("dK")), "dS_cast_warp", "dK_init", "dK_acc_new", "dQ_init",
-                "dQ_part", "dQ_part_warp", "dQ_sum", *DK_DV.statements[-2:]))
+                "dQ_part", "dQ_part_warp", "dQ_part_warp_shared.dyn", "dQ_sum", *DK_DV.statements[-2:]))
+
+#: The same by mma.sync, with dQ's product among the others. Where P and dS are handed over by shared memory, two warps share the scores of
+#: the same keys.
+_PART = Product("dQ_part", "dS_cast", "K_tile", turned=True, first_turned=True)
+_HANDED = {"dV_acc_new": "P_cast", "dK_acc_new": "dS_cast"}
+MMA_ROLES = {"dq": DQ, "dk_dv": replace(DK_DV, statements=fetched(DK_DV.statements))}
+MMA_FUSED = replace(FUSED, products=(*FUSED.products, _PART), statements=(
+    *fetched(DK_DV.statements)[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_sum", *DK_DV.statements[-2:]))
+MMA_FUSED_HANDED = replace(
+    MMA_FUSED, products=(*(replace(it, first=_HANDED.get(it.block, it.first)) for it in FUSED.products), _PART),
+    statements=tuple(name for it in MMA_FUSED.statements if it != "dS_cast_shared.dyn"
+                     for name in ((it, f"{it}_warp") if it in _HANDED.values() else (it,))))

@@ -31,6 +31,8 @@ class Turn:
 
 _LOADS = ("Q_load", "dO_load", "LSE_load", "delta_load")
 _KEYS = (*_LOADS, "S_init", "S", "dP_init", "dP", "S_warp", "P", "P_masked", "P_cast", "dV_init", "dV_acc_new", "dP_warp", "dS", "dS_cast")
+#: What is done with an addend of dQ.
+_ADDED = ("dQ_part_warp", "dQ_part_warp_shared.dyn", "dQ_sum")
 
 #: One turn behind the other: S and dP are issued together, and what a product adds to a sum is awaited at the end of the turn.
 APART = {
@@ -38,8 +40,11 @@ APART = {
                 "dQ_acc_new", "dQ_acc"), {"S_warp": (), "dP_warp": (events.V,), "dQ_acc": (events.K,)}),
     "dk_dv": Turn((*_KEYS, "dK_init", "dK_acc_new", "dK_acc", "dV_acc"),
                   {"S_warp": (), "dP_warp": (), "dK_acc": (events.Q,), "dV_acc": (events.DO,)}),
-    "fused": Turn((*_KEYS, "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "dQ_part_warp", "dQ_sum", "dK_acc",
-                   "dV_acc"),
+    "dk": Turn((*_LOADS, "S_init", "S", "dP_init", "dP", "S_warp", "P", "P_masked", "dP_warp", "dS", "dS_cast", "dK_init", "dK_acc_new",
+                "dK_acc"), {"S_warp": (), "dP_warp": (events.DO,), "dK_acc": (events.Q,)}),
+    "dv": Turn((*_LOADS[:3], "S_init", "S", "S_warp", "P", "P_masked", "P_cast", "dV_init", "dV_acc_new", "dV_acc"),
+               {"S_warp": (), "dV_acc": (events.Q, events.DO)}),
+    "fused": Turn((*_KEYS, "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", *_ADDED, "dK_acc", "dV_acc"),
                   {"S_warp": (), "dP_warp": (), "dQ_part_warp": (events.DO,), "dK_acc": (events.Q,), "dV_acc": ()}),
 }
 
@@ -56,16 +61,14 @@ ACROSS = {
                   {"S_warp": (), "dV_acc": (events.DO,), "dK_acc": (events.Q,), "dP_warp": ()},
                   ("dV_acc", "dS_cast", "dK_init", "dK_acc_new", "dK_acc")),
     "fused": Turn((*_LOADS, "S_init", "S", "dV_acc", "dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "S_warp",
-                   "P", "P_masked", "dQ_part_warp", "dQ_sum", "dP_init", "dP", "dK_acc", "P_cast", "dV_init", "dV_acc_new", "dP_warp",
-                   "dS"),
+                   "P", "P_masked", *_ADDED, "dP_init", "dP", "dK_acc", "P_cast", "dV_init", "dV_acc_new", "dP_warp", "dS"),
                   {"S_warp": (), "dV_acc": (events.DO,), "dQ_part_warp": (), "dK_acc": (events.Q,), "dP_warp": ()},
-                  ("dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "dQ_part_warp", "dQ_sum", "dK_acc",
-                   "dV_acc")),
+                  ("dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", *_ADDED, "dK_acc", "dV_acc")),
 }
 _FUSED = ACROSS["fused"]
 #: What is added to dQ leaves its registers before exponentials are computed, so that dP, too, runs beside these.
 EARLY = {**ACROSS, "fused": Turn(
-    (*_LOADS, "S_init", "S", "dV_acc", "dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "dQ_part_warp", "dQ_sum",
+    (*_LOADS, "S_init", "S", "dV_acc", "dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", *_ADDED,
      "dP_init", "dP", "S_warp", "P", "P_masked", "dK_acc", "P_cast", "dV_init", "dV_acc_new", "dP_warp", "dS"),
     _FUSED.releases, _FUSED.later)}
 #: By the plan's `across`.

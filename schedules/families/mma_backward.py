@@ -11,14 +11,16 @@ each. Shared memory holds the tiles that stay once and those that come by twice,
 Pictures are those of dK and dV, d 64, float16, causal.
 """
 from schedules import roles
-from schedules.families.backward_roles import ROLES
+from schedules.families import mma_turns
+from schedules.families.backward_roles import MMA_ROLES as ROLES
 from schedules.families.mma_backward_plan import (  # noqa: F401, the family's other half
     NAME, MmaBackwardPlan, budget, compiler_options, decline, default_plan)
 from schedules.families.mma_plan import COPY_BYTES
 from schedules.intrinsics import mma as intrinsics
 from schedules.lowering import mma_pipeline
 from schedules.lowering.aligned_strides import ALIGNED_VIEWS
-from schedules.stages import bind_lanes, copy_cooperatively, loops_of, own_fragment, own_output, read_index, unroll_all
+from schedules.lowering.few_barriers import FEW_BARRIERS
+from schedules.stages import bind_lanes, copy_cooperatively, loops_of, own_fragment, own_output, read_index, share_columns, unroll_all
 
 PIPELINE = "flashtir_mma"
 CONFIG = mma_pipeline.CONFIG
@@ -27,13 +29,22 @@ BINDS_AT = "bind_grid"
 STRIDED = (False, True)
 
 
-
-def declare(role, workload, plan):
-    """The plain function at the plan's tile; makes the intrinsics known that it will need."""
+def register(workload, plan):
+    """Make the intrinsics known that a plan's tiles need."""
     d, dv = workload.head_dim, workload.value_dim
     for rows, columns in {(plan.q_tile, d), (plan.q_tile, dv), (plan.kv_tile, d), (plan.kv_tile, dv)}:
         intrinsics.register(workload.dtype, {operand: (rows, columns) for operand in "AKV"})
-    return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile).with_attr(ALIGNED_VIEWS, True)
+
+
+def declare(role, workload, plan):
+    """The plain function at the plan's tile; makes the intrinsics known that it will need."""
+    return declared(ROLES[role], workload, plan)
+
+
+def declared(role, workload, plan):
+    """The same of a Role."""
+    register(workload, plan)
+    return role.declare(workload, plan.q_tile, plan.kv_tile).with_attr({ALIGNED_VIEWS: True, FEW_BARRIERS: True})
 
 
 def layout_of(role, block):
@@ -41,23 +52,34 @@ def layout_of(role, block):
     return (lambda i, j: intrinsics.fragment_layout(j, i)) if role.transposes(block) else intrinsics.fragment_layout
 
 
+def statistics_of(role):
+    """(block that fetches a statistic, block that stores it in shared memory): two where they come by with the tiles."""
+    blocks = [(mma_turns.FETCH.format(it), mma_turns.STORE.format(it)) for it in mma_turns.STATISTICS]
+    return [(fetch, store if store in role.statements else fetch) for fetch, store in blocks]
+
+
 def place_buffers(sch, plan, role):
-    """Tiles and statistics go to shared memory; everything between the products stays in the registers of a warp.
+    """Tiles and statistics go to shared memory, statistics that come by on their way through registers; everything between the products
+    stays in the registers of a warp.
 
     Loop nest::
 
         rows
-          i in 64
+          i in 48
             c in 64
-              Q_load  [64, 64] shared.dyn
+              Q_load  [48, 64] shared.dyn
           ...
           qk
-            i in 64
-              j in 64
+            i in 48
+              j in 128
                 c in 64
-                  S  [64, 64] warp
+                  S  [48, 128] warp
     """
-    for block in (*role.stays, *role.streams, "LSE_load", "delta_load"):
+    for fetch, store in statistics_of(role):
+        if fetch != store:
+            sch.cache_write(fetch, 0, "local")
+        sch.set_scope(store, 0, "shared.dyn")
+    for block in (*role.stays, *role.streams):
         sch.set_scope(block, 0, "shared.dyn")
     for block in role.written:
         sch.set_scope(block, 0, "warp")
@@ -71,15 +93,15 @@ def lay_out_fragments(sch, plan, role):
         rows
           ...
           softmax
-            i in 64
-              j in 64
-                P  [4, 4, 32, 8] warp
+            i in 48
+              j in 128
+                P  [8, 3, 32, 8] warp
           ...
           pdo
-            j in 64
+            j in 128
               c in 64
-                i in 64
-                  dV_acc_new  [4, 4, 32, 8] warp
+                i in 48
+                  dV_acc_new  [8, 4, 32, 8] warp
     """
     for block in role.written:
         sch.transform_layout(block, ("write", 0), layout_of(role, block))
@@ -97,24 +119,24 @@ def tile_products(sch, plan, role):
           qk
             j_0_0 in 4
               c_0 in 4
-                i_0 in 4
-                  j_0_1 in 1
+                i_0 in 3
+                  j_0_1 in 2
                     S_o
                       i_1 in 16
                         j_1 in 16
                           c_1 in 16
-                            S  [4, 4, 32, 8] warp
+                            S  [8, 3, 32, 8] warp
           ...
           pdo
             j_0_0 in 4
-              i_0 in 4
+              i_0 in 3
                 c_0 in 4
-                  j_0_1 in 1
+                  j_0_1 in 2
                     dV_acc_new_o
                       j_1 in 16
                         c_1 in 16
                           i_1 in 16
-                            dV_acc_new  [4, 4, 32, 8] warp
+                            dV_acc_new  [8, 4, 32, 8] warp
     """
     for product in role.products:
         (row, *grain), (column, *grain_2), (k, *grain_3) = (sch.split(loop, factors=[None, 16]) for loop in loops_of(sch, product.block))
@@ -123,14 +145,17 @@ def tile_products(sch, plan, role):
             row, column = column, row
         sch.reorder(row, column, k, *grain)
         sch.blockize(grain[0])
-        warp, step = sch.split(row, factors=[plan.warps, None])
+        rows, parts = plan.shares(product.block)
+        warp, step = sch.split(row, factors=[rows, None])
+        sch.reorder(warp, column, k, step)
+        warp, column = share_columns(sch, warp, column, parts)
         sch.reorder(warp, k, column, step)
 
 
 def fragments_of(sch, product, block):
     """(block that copies a tile to fragments, operand of ldmatrix) for each tile that a product reads from shared memory."""
     producers = {sch.get(it).name_hint: it for it in sch.get_producers(block)}
-    for tile, operand in ((product.first, "A"), (product.second, "V" if product.turned else "K")):
+    for tile, operand in ((product.first, "T" if product.first_turned else "A"), (product.second, "V" if product.turned else "K")):
         if tile is not None:
             yield next(it for name, it in producers.items() if name.startswith(f"{tile}_shared")), operand
 
@@ -144,22 +169,22 @@ def stage_fragments(sch, plan, role):
           ...
           pdo
             j_0_0 in 4
-              i_0 in 4
+              i_0 in 3
                 c_0 in 4
                   ax0_0 in 1  unrolled
                     ax1_0 in 1  unrolled
                       ax0_1 in 16
                         ax1_1 in 16
-                          dO_tile_shared.dyn_warp  [4, 4, 32, 8] warp
+                          dO_tile_shared.dyn_warp  [3, 4, 32, 8] warp
           ...
           dov
             j_0_0 in 4
               c_0 in 4
-                ax0_0 in 1  unrolled
+                ax0_0 in 2  unrolled
                   ax1_0 in 1  unrolled
                     ax0_1 in 16
                       ax1_1 in 16
-                        V_tile_shared.dyn_warp  [4, 4, 32, 8] warp
+                        V_tile_shared.dyn_warp  [8, 4, 32, 8] warp
     """
     for product in role.products:
         block = sch.get_sblock(f"{product.block}_o")
@@ -167,12 +192,13 @@ def stage_fragments(sch, plan, role):
         for tile, at in ((product.first, k), (product.second, column)):  # a fragment of the first serves all columns
             if tile is not None:
                 sch.compute_at(sch.cache_read(block, read_index(sch, block, tile), "warp"), at)
-        for fragment, _ in fragments_of(sch, product, block):
+        for fragment, operand in fragments_of(sch, product, block):
             i, j = loops_of(sch, fragment, 2)
             (i, i_frag), (j, j_frag) = (sch.split(loop, factors=[None, 16]) for loop in (i, j))
             sch.reorder(i, j, i_frag, j_frag)
             unroll_all(sch, (i, j))
-            sch.transform_layout(fragment, ("write", 0), intrinsics.fragment_layout)
+            sch.transform_layout(fragment, ("write", 0), (lambda i, j: intrinsics.fragment_layout(j, i)) if operand == "T"
+                                 else intrinsics.fragment_layout)
 
 
 def bind_grid(sch, plan, role):
@@ -192,22 +218,22 @@ def copy_tiles(sch, plan, role):
     Loop nest::
 
         rows
-          i_c_fused_0 in 4  unrolled
+          i_c_fused_0 in 3  unrolled
             i_c_fused_1 in 4  @threadIdx.y
               i_c_fused_2 in 32  @threadIdx.x
                 i_c_fused_3 in 8  vectorized
-                  Q_load  [64, 64] shared.dyn
+                  Q_load  [48, 64] shared.dyn
           ...
           statistics
             i_0 in 1  unrolled
               i_1 in 4  @threadIdx.y
                 i_2 in 32  @threadIdx.x
-                  LSE_load  [64] shared.dyn
+                  LSE_load  [48] local
     """
     for block in (*role.stays, *role.streams):
         copy_cooperatively(sch, block, plan.warps, COPY_BYTES // 2)
         sch.annotate(sch.get_sblock(block), "permuted_layout", 1)
-    for block in ("LSE_load", "delta_load"):
+    for block in dict.fromkeys(it for pair in statistics_of(role) for it in pair):
         turn, warp, lane = sch.split(loops_of(sch, block)[-1], factors=[None, plan.warps, intrinsics.LANES])
         sch.bind(warp, "threadIdx.y")
         sch.bind(lane, "threadIdx.x")
@@ -224,31 +250,31 @@ def bind_fragments(sch, plan, role):
           gradient
             j_0 in 4  @threadIdx.y
               j_3_i_2_fused in 32  @threadIdx.x
-                j_1 in 1  unrolled
-                  i_0 in 4  unrolled
+                j_1 in 2  unrolled
+                  i_0 in 3  unrolled
                     i_1 in 2  unrolled
                       j_2 in 2  unrolled
                         i_3 in 2  unrolled
-                          dS  [4, 4, 32, 8] warp
+                          dS  [8, 3, 32, 8] warp
           ...
           back
             j_0 in 4  @threadIdx.y
               j_3_c_2_fused in 32  @threadIdx.x
-                j_1 in 1  unrolled
+                j_1 in 2  unrolled
                   c_0 in 4  unrolled
                     c_1 in 2  unrolled
                       j_2 in 2  unrolled
                         c_3 in 2  unrolled
-                          dK_acc  [4, 4, 32, 8] warp
+                          dK_acc  [8, 4, 32, 8] warp
     """
     for block in role.scores:
         if role.rows == "j":
             sch.reorder(*reversed(loops_of(sch, block, 2)))
-        own_fragment(sch, block, plan.warps)
+        own_fragment(sch, block, *plan.shares(block))
     for init, back, store in role.sums:
-        own_fragment(sch, init, plan.warps)
-        own_fragment(sch, back, plan.warps)
-        own_output(sch, store, plan.warps)
+        own_fragment(sch, init, *plan.shares(init))
+        own_fragment(sch, back, *plan.shares(back))
+        own_output(sch, store, *plan.shares(store))
 
 
 def bind_products(sch, plan, role):
@@ -258,15 +284,15 @@ def bind_products(sch, plan, role):
 
         dov
           j_0_0 in 4  @threadIdx.y
-            i_0_init in 4  unrolled
-              j_0_1_init in 1  unrolled
+            i_0_init in 3  unrolled
+              j_0_1_init in 2  unrolled
                 dP_o_init
             ...
             c_0 in 4  unrolled
               ...
-              i_0 in 4  unrolled
+              i_0 in 3  unrolled
                 ...
-                j_0_1 in 1  unrolled
+                j_0_1 in 2  unrolled
                   dP_o_update
     """
     for product in role.products:
@@ -290,10 +316,10 @@ def use_tensor_cores(sch, plan, role):
         dsq
           j_0_0 in 4  @threadIdx.y
             ...
-            i_0 in 4  unrolled
+            i_0 in 3  unrolled
               c_0 in 4  unrolled
                 ...
-                j_0_1 in 1  unrolled
+                j_0_1 in 2  unrolled
                   dK_acc_new_o_update
     """
     for product in role.products:
@@ -301,8 +327,7 @@ def use_tensor_cores(sch, plan, role):
         for fragment, operand in list(fragments_of(sch, product, block)):
             shared = sch.get(fragment).reads[0].source
             sch.tensorize(loops_of(sch, fragment)[-2], intrinsics.ldmatrix_name(operand, shared.dtype, *shared.shape))
-        form = "sum" if product.first is None else "kq" if product.transposed else "qk"
-        sch.tensorize(loops_of(sch, product.block)[-3], f"mma_{form}_{shared.dtype}")
+        sch.tensorize(loops_of(sch, product.block)[-3], f"mma_{product.form}_{shared.dtype}")
 
 
 def pipeline_loads(sch, plan, role):
@@ -311,16 +336,13 @@ def pipeline_loads(sch, plan, role):
     Loop nest::
 
         rows
-          i_c_fused_0 in 4  unrolled
+          i_c_fused_0 in 3  unrolled
             i_c_fused_1 in 4  @threadIdx.y
               i_c_fused_2 in 32  @threadIdx.x
                 i_c_fused_3 in 8  vectorized
-                  Q_load  [64, 64] shared.dyn
+                  Q_load  [48, 64] shared.dyn
     """
-    loop = loops_of(sch, role.turn)[-1]
-    stages = [0 if name in role.streams else 1 for name in role.statements]
-    for key, value in (("stage", stages), ("order", list(range(len(stages)))), ("async_stages", [0])):
-        sch.annotate(loop, f"software_pipeline_{key}", value)
+    mma_turns.order(sch, loops_of(sch, role.turn)[-1], role.statements, role.statements)
 
 
 STAGES = (place_buffers, lay_out_fragments, tile_products, stage_fragments, bind_grid, copy_tiles, bind_fragments, bind_products,

@@ -2,10 +2,12 @@
 from dataclasses import dataclass
 
 from schedules.families.backward_roles import ROLES
-from schedules.families.mma_plan import OTHER_REGISTERS, without_tensor_cores
+from schedules.families.mma_plan import without_tensor_cores
 from schedules.plan import Budget, Plan, first_of, fitting, require
 
 NAME = "mma_backward"
+#: Registers beside the sums, S and dP: fragments in flight, statistics, addresses; what compiled kernels get along with.
+OTHER_REGISTERS = 31
 
 
 @dataclass(frozen=True)
@@ -19,9 +21,13 @@ class MmaBackwardPlan(Plan):
     warps: int
     register_level: int = 10
 
+    def shares(self, _block):
+        """How warps divide a block's matrix: (parts of its rows, parts of its columns)."""
+        return self.warps, 1
+
 
 #: (q_tile, kv_tile, warps) for each role, by most channels.
-TILES = {"dq": {64: (128, 64, 4), 128: (64, 64, 4)}, "dk_dv": {64: (64, 128, 4), 128: (64, 64, 4)}}
+TILES = {"dq": {64: (128, 64, 4), 128: (64, 64, 4)}, "dk_dv": {64: (48, 128, 4), 128: (64, 64, 4)}}
 
 
 def decline(workload, arch):
@@ -35,23 +41,29 @@ def decline(workload, arch):
 
 
 def default_plan(role, workload, arch):
-    """The tile for so many channels."""
-    channels = max(workload.head_dim, workload.value_dim)
+    """The tile for so many channels; for dK and dV of modified scores, whose slope needs S as long as dS does, that for the most."""
+    channels = max(TILES[role]) if workload.score and role == "dk_dv" else max(workload.head_dim, workload.value_dim)
     plans = (MmaBackwardPlan(*tile) for most, tile in sorted(TILES[role].items()) if most >= channels)
     return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
 
 
 def budget(role, workload, arch, plan):
     """Divisibility, shared memory and registers of a plan; PlanError with the whole budget where it does not fit."""
-    stays, streams = ROLES[role].tiles(plan)
+    d, dv = workload.head_dim, workload.value_dim
+    return budget_of(ROLES[role], d if role == "dq" else d + dv, workload, arch, plan)
+
+
+def budget_of(role, sums, workload, arch, plan):
+    """The same of any Role, with sums of so many columns."""
+    stays, streams = role.tiles(plan)
     d, dv, threads = workload.head_dim, workload.value_dim, 32 * plan.warps
     require(stays % (16 * plan.warps) == 0, "the tile that stays must be a multiple of 16 rows for each warp",
             f"{stays} rows and {plan.warps} warps", "change either")
     require(streams % 16 == 0, "the tile that streams by must be a multiple of 16", streams, "round it")
-    sums = d if role == "dq" else d + dv
+    statistics = 8 * plan.q_tile * (1 if role.rows == "i" else 2)  # those that come by have two copies
     return Budget((
         ("threads", threads, arch.threads_per_block, "of a block"),
-        ("shared memory", 2 * (stays + 2 * streams) * (d + dv) + 8 * plan.q_tile, arch.smem_bytes, "bytes"),
+        ("shared memory", 2 * (stays + 2 * streams) * (d + dv) + statistics, arch.smem_bytes, "bytes"),
         ("registers, about", stays * (sums + 2 * streams) // threads + OTHER_REGISTERS, arch.registers_per_thread, "per thread"),
     )).check(plan, arch)
 

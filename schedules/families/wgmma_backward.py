@@ -1,4 +1,4 @@
-"""wgmma, backward: the two functions of te_defs/flash_attention_backward.py on Hopper's asynchronous tensor cores (FlashAttention-3).
+"""wgmma, backward: the functions of te_defs/flash_attention_backward.py on Hopper's asynchronous tensor cores (FlashAttention-3).
 
 The idea is that of wgmma.py with the order of mma_backward.py. Each consumer warpgroup keeps 64 rows, of queries for dQ, of keys for dK
 and dV, and walks over the tiles of the other side, which a loader warpgroup brings through rings of shared memory; one of its warps brings
@@ -7,9 +7,15 @@ operand of the products that add to dV, dK and dQ, straight from registers; the 
 more, with its channels side by side. S and dP are issued together, and the product with P runs beside the arithmetic on dS.
 
 The budget. Per thread the accumulators take (D + DV) / 2 of 240 registers (dQ: D / 2), S and dP half of the rows of a tile that comes by
-each, and their casts half of that. Shared memory holds the tiles that stay once, and those that come by once for each stage of a ring.
+each, and the cast of P half of that where it is an operand; dS is cast in dP's registers. Shared memory holds the tiles that stay once, and
+those that come by once for each stage of a ring. Products run over channels rounded up to 16; shared tiles have rows of whole swizzled
+lines, at whose ends the accelerator puts zeros.
 
-The finished nest of dK and dV, one line a group of blocks::
+Above 128 channels the sums of dK and dV do not fit together, and each takes a function of its own, from the same declaration by what it
+needs (schedules/outputs.py): eight products, all with 128 rows that stay. Two tiles of 128 rows and 256 channels leave room for three of
+64: the one that is read by dP alone is free again before the middle of a turn, and has one copy.
+
+The finished nest of dK and dV together, one line a group of blocks::
 
     attn  @blockIdx.x
       K_load V_load                               bulk loads
@@ -30,13 +36,15 @@ from tvm.s_tir import TensorIntrin
 
 from schedules import roles
 from schedules.families import backward_roles, wgmma_plan
-from schedules.families.backward_turns import turn_of
+from schedules.families.backward_turns import ORDERS, turn_of
 from schedules.intrinsics import events, wgmma_exchange
 from schedules.intrinsics import wgmma as intrinsics
-from schedules.intrinsics.mma import LANES
-from schedules.lowering import bulk_loads, products_in_flight, rings, row_statistics, warp_roles, wgmma_pipeline
+from schedules.intrinsics.mma import CHANNEL_STEPS, LANES
+from schedules.lowering import (
+    bulk_loads, products_in_flight, register_shares, rings, row_statistics, warp_roles, wgmma_pipeline)
 from schedules.plan import Budget, Plan, first_of, fitting, require
 from schedules.stages import bind_lanes, loops_of, own_fragment, own_output, read_index
+from te_defs.integers import round_up
 
 NAME = "wgmma_backward"
 #: Copy of dS in shared memory, as cache_write names it.
@@ -53,47 +61,61 @@ STRIDED = (True,)
 
 @dataclass(frozen=True)
 class WgmmaBackwardPlan(Plan):
-    """Knobs of one of the two functions; the tile that stays has 64 rows for each consumer warpgroup.
+    """Knobs of one of the functions; the tile that stays has 64 rows for each consumer warpgroup.
 
     stages            copies of the tiles that come by, in their rings
     loader_registers  registers per thread that the loader warpgroup keeps, a multiple of 8; the consumers share the rest
     across            0: one turn behind the other; else the second part of a turn runs beside the first of the next (backward_turns).
                       2: no wait that stands behind the exponentials is moved up; 3: this, and dQ is awaited in front of them
+    single            1: one of the tiles that come by has one copy (SINGLE_RINGS)
     """
 
     stages: int = 2
     loader_registers: int = 24
     across: int = 0
+    single: int = 0
 
 
-#: The third is one that wgmma_fused_backward schedules, by the stages here and its own.
-ROLES = {**backward_roles.ROLES, "fused": backward_roles.FUSED}
+#: Registers of a loader that asks for each line of a tile by itself (read off compiled kernels).
+BUSY_LOADER_REGISTERS = 40
+#: The last is one that wgmma_fused_backward schedules, by the stages here and its own.
+ROLES = {**backward_roles.ROLES, **backward_roles.APART, "fused": backward_roles.FUSED}
 #: Of these, the ones whose second half of a turn runs beside the first of the next.
 ACROSS_ROLES = {**ROLES, "fused": backward_roles.FUSED_HANDED}
 #: What the roles of warps are told of a grid that is not persistent.
 ROLE_KNOBS = {"query_stages": 1, "ping_pong": 0, "order_of_work": 0, "shared_decode": 0}
-STATISTICS = ("LSE_load", "delta_load")
+#: Most channels at which the sums of dK and dV fit in registers together.
+TOGETHER = 128
+#: Products that bring the tiles that come by: both operands are in shared memory.
+PRODUCTS_OF_TILES = ("S", "dP")
 #: Copies of products, as cache_read names them, with the block that reads the product first: later the places to wait for them.
 READY = {"S_warp": ("P", "S"), "dP_warp": ("dS", "dP")}
 
-#: (q_tile, kv_tile, stages, loader_registers) for each role, by most channels. One of the loader's warps has indices of two loops in
-#: registers for dK and dV; up to 40 cost two consumer warpgroups no more than 32 do.
-TILES = {"dq": {64: (128, 128, 2, 24), 128: (128, 128, 2, 24)}, "dk_dv": {64: (96, 128, 2, 40), 128: (64, 128, 2, 40)}}
+#: The tile of which one copy may be enough: what comes by for dP alone is free again before the middle of a turn, and dO is needed for dV
+#: only after it.
+SINGLE_RINGS = {"dq": events.V, "dk": events.DO, "dv": events.DO}
+
+#: (q_tile, kv_tile, stages, loader_registers, across, single) for each role, by most channels. One of the loader's warps has indices of two
+#: loops in registers for dK and dV; up to 40 cost two consumer warpgroups no more than 32 do.
+TILES = {"dq": {64: (128, 128, 2, 24), 128: (128, 128, 2, 24), 192: (128, 96, 2, 24, 0, 1), 256: (128, 64, 2, 24, 0, 1)},
+         "dk_dv": {64: (96, 128, 2, 40), 128: (64, 128, 2, 40)},
+         "dk": {192: (96, 128, 2, 40, 0, 1), 256: (64, 128, 2, 40, 0, 1)}, "dv": {192: (96, 128, 2, 40), 256: (96, 128, 2, 40, 0, 1)}}
 #: The same, and `across`, for dQ of 128 channels where all rows see all keys: 6 % faster.
 EVEN_TILE = (128, 96, 3, 24, 2)
 #: The same where scores are modified, whose slope needs S as long as dS does, and for dQ where tiles have masks at both ends.
-SMALLER_TILES = {"dq": {64: (128, 80, 2, 40), 128: (128, 80, 2, 40)}, "dk_dv": {64: (64, 128, 2, 40), 128: (32, 128, 3, 40)}}
+SMALLER_TILES = {"dq": {64: (128, 80, 2, 40), 128: (128, 80, 2, 40), 192: (128, 64, 2, 40), 256: (128, 48, 2, 40)},
+                 "dk_dv": {64: (64, 128, 2, 40), 128: (32, 128, 3, 40)},
+                 "dk": {192: (64, 128, 2, 40), 256: (32, 128, 3, 40)}, "dv": {192: (64, 128, 2, 40), 256: (64, 128, 2, 40)}}
 
 
 def decline(workload, arch):
     """Why this family does not take the workload, or None."""
-    reason = wgmma_plan.decline(workload, arch)
-    if reason is not None:
-        return reason
-    most = max(TILES["dq"])
-    if any(size % wgmma_plan.LEAST_DIM or size > most for size in (workload.head_dim, workload.value_dim)):
-        return f"head dimensions must be multiples of {wgmma_plan.LEAST_DIM} up to {most}, not {workload.head_dim} and {workload.value_dim}"
-    return None
+    return wgmma_plan.decline(workload, arch)
+
+
+def apart(workload):
+    """Whether dK and dV take a function each."""
+    return max(workload.head_dim, workload.value_dim) > TOGETHER
 
 
 def default_plan(role, workload, arch):
@@ -102,28 +124,37 @@ def default_plan(role, workload, arch):
     smaller = workload.score or role == "dq" and not workload.mask_class.from_start
     tiles = [tile for most, tile in sorted((SMALLER_TILES if smaller else TILES)[role].items()) if most >= channels]
     even = (workload.mask, workload.score, workload.lengths, workload.head_dim, workload.value_dim) == ("full", "", "uniform", 128, 128)
-    plans = (WgmmaBackwardPlan(*tile) for tile in ([EVEN_TILE] if even and role == "dq" else []) + tiles)
+    plans = [WgmmaBackwardPlan(*tile) for tile in ([EVEN_TILE] if even and role == "dq" else []) + tiles]
+    if not wgmma_plan.whole_lines(workload):
+        plans = [plan.but(loader_registers=max(plan.loader_registers, BUSY_LOADER_REGISTERS)) for plan in plans]
     return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
 
 
 def budget(role, workload, arch, plan, more_bytes=0):
     """Divisibility, shared memory and registers of a plan, with so many bytes more; PlanError with the budget where it does not fit."""
-    stays, streams = ROLES[role].tiles(plan)
-    d, dv, groups = workload.head_dim, workload.value_dim, stays // intrinsics.GROUP_ROWS
+    it, (products, lines) = ROLES[role], (channels_of(*(round_up(size, step) for size in (workload.head_dim, workload.value_dim)))
+                                          for step in CHANNEL_STEPS)
+    (stays, streams), groups = it.tiles(plan), it.tiles(plan)[0] // intrinsics.GROUP_ROWS
     require(stays in (64, 128, 192), "the tile that stays must be 64 rows for each of one to three consumer warpgroups", stays,
             "choose 64, 128 or 192")
     require(streams % 16 == 0 and 16 <= streams <= 256, "the tile that comes by must be a multiple of 16 up to 256", streams, "round it")
     require(plan.q_tile % row_statistics.ROWS == 0, f"q_tile must be a multiple of {row_statistics.ROWS}", plan.q_tile, "round it")
     require(1 <= plan.stages <= 16, "stages must be from 1 to 16", plan.stages, "correct it")
-    copies = 1 if role == "dq" else plan.stages
-    shared = (2 * (stays + plan.stages * streams) * (d + dv) + 2 * row_statistics.NUMBER_BYTES * copies * plan.q_tile
-              + rings.bookkeeping_bytes(plan.stages, 1, stays=2) + more_bytes)
-    casts = streams // 4 * (role != "dq") + streams // 4
+    require(0 <= plan.across < len(ORDERS) and role in ORDERS[plan.across], f"across must be an order of {role}", plan.across, "choose 0")
+    require(plan.single in ((0, 1) if role in SINGLE_RINGS else (0,)), f"single must be 0, or 1 for {', '.join(SINGLE_RINGS)}", plan.single,
+            "correct it")
+    single = single_ring(role, plan)
+    rows = {load: stays for load in it.stays} | {load: streams * (1 if ring_of(load) == single else plan.stages) for load in it.streams}
+    numbers = len(it.statistics) * plan.q_tile * (1 if it.rows == "i" else plan.stages)
+    shared = (intrinsics.ELEMENT_BYTES * sum(count * lines[load.split("_")[0]] for load, count in rows.items())
+              + row_statistics.NUMBER_BYTES * numbers + rings.bookkeeping_bytes(plan.stages, 1, len(it.stays)) + more_bytes)
+    sums = sum(products[out[1:]] for _, _, out in it.sums) // 2
+    scores = streams // 2 * sum(product.block in PRODUCTS_OF_TILES for product in it.products)
+    casts = streams // 4 * (sum(block.endswith("_cast") for block in it.scores) - 1)  # the last takes the registers of its own matrix
     return Budget((
-        ("threads", warp_roles.GROUP * (groups + 1), arch.threads_per_block, "of a block"),
+        ("threads", register_shares.GROUP * (groups + 1), arch.threads_per_block, "of a block"),
         ("shared memory", shared, arch.smem_bytes, "bytes"),
-        ("registers, about", (d if role == "dq" else d + dv) // 2 + streams + casts,
-         warp_roles.consumer_registers(groups, plan.loader_registers), "per consumer"),
+        ("registers, about", sums + scores + casts, register_shares.consumer_registers(groups, plan.loader_registers), "per consumer"),
     )).check(plan, arch)
 
 
@@ -152,19 +183,42 @@ def ring_of(tile):
     return events.RINGS.index(tile.split("_")[0])
 
 
+def channels_of(d, dv):
+    """Channels by the names of tensors."""
+    return {"Q": d, "K": d, "dO": dv, "V": dv}
+
+
+def product_channels(sch, role):
+    """(D, DV) as the products have them."""
+    *_, d = loops_of(sch, "S")
+    dv = loops_of(sch, "dP")[-1] if "dP_warp" in ready_of(role) else loops_of(sch, "dV_acc_new")[-2]
+    return int(sch.get(d).extent), int(sch.get(dv).extent)
+
+
+def single_ring(role, plan):
+    """The ring of which there is one copy; None where there is no such."""
+    return SINGLE_RINGS[role] if plan.single else None
+
+
+def ready_of(role):
+    """Of READY what a Role has."""
+    return {copy: pair for copy, pair in READY.items() if pair[0] in role.scores}
+
+
 @lru_cache(maxsize=16)
 def intrinsics_of(role, dtype, plan, d, dv):
     """(name, description, implementation) of what a function needs at a plan, by the block that it replaces."""
     stays, streams = role_of(role, plan).tiles(plan)
-    channels = {"Q_tile": d, "K_tile": d, "dO_tile": dv, "V_tile": dv}
-    made = {}
-    for product in role_of(role, plan).products:
-        size = channels[product.second]
+    channels, made, products = channels_of(d, dv), {}, role_of(role, plan).products
+    awaited = {product.second for product in products if product.block in PRODUCTS_OF_TILES}
+    for product in products:
+        size = channels[product.second.split("_")[0]]
         if product.first == HANDED:
             made[product.block] = wgmma_exchange.sum_of_handed(dtype, stays, streams, size, intrinsics.chunk_of(size),
                                                                ring_of(product.second), [events.issued(product.block)])
         elif product.first is None:
-            made[product.block] = intrinsics.wgmma_sum(dtype, streams, size, ring_of(product.second), [events.issued(product.block)])
+            made[product.block] = intrinsics.wgmma_sum(dtype, streams, size, ring_of(product.second), [events.issued(product.block)],
+                                                       arrives=product.second not in awaited)
         else:
             made[product.block] = intrinsics.wgmma_scores(
                 dtype, stays, streams, size, ring_of(product.first), ring_of(product.second), product.transposed,
@@ -184,9 +238,10 @@ def waits_of(role, plan):
 
 def declare(role, workload, plan):
     """The plain function at the plan's tile; makes the intrinsics known that it will need."""
-    for intrinsic in intrinsics_of(role, workload.dtype, plan, workload.head_dim, workload.value_dim).values():
+    channels = (round_up(size, CHANNEL_STEPS[0]) for size in (workload.head_dim, workload.value_dim))
+    for intrinsic in intrinsics_of(role, workload.dtype, plan, *channels).values():
         TensorIntrin.register(*intrinsic, override=True)
-    return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile)
+    return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile, channel_steps=CHANNEL_STEPS)
 
 
 def layout_of(role, block):
@@ -198,9 +253,9 @@ def layout_of(role, block):
 def place_buffers(sch, plan, role):
     """Tiles and statistics go to shared memory; everything between the products stays in registers. A copy of S and one of dP, later the
     places to wait for them, go between these products and what is done with them."""
-    for first, product in READY.values():
+    for first, product in ready_of(role).values():
         sch.cache_read(first, read_index(sch, sch.get_sblock(first), product), "warp")
-    for block in (*role.stays, *role.streams, *STATISTICS):
+    for block in (*role.stays, *role.streams, *role.statistics):
         sch.set_scope(block, 0, "shared.dyn")
     for block in role.written:
         sch.set_scope(block, 0, "warp")
@@ -208,16 +263,17 @@ def place_buffers(sch, plan, role):
 
 def lay_out_accumulators(sch, plan, role):
     """Lay all matrices out as wgmma accumulators: [16-row step, lane, register]."""
-    for block in (*role.written, *READY):
+    for block in (*role.written, *ready_of(role)):
         sch.transform_layout(block, ("write", 0), layout_of(role, block))
 
 
 def lay_out_boxes(sch, plan, role):
     """Lay the shared tiles out as the boxes that a bulk load writes, [chunk, row, channel of the chunk], and make each copy one block."""
+    channels = channels_of(*product_channels(sch, role))
     for block in (*role.stays, *role.streams):
-        channels = int(sch.get(loops_of(sch, block)[-1]).extent)
-        sch.transform_layout(block, ("write", 0), intrinsics.box_layout(intrinsics.chunk_of(channels)))
-        sch.annotate(sch.blockize(loops_of(sch, block)[-2]), bulk_loads.BULK_LOAD, block.removesuffix("_load"))
+        tensor = block.removesuffix("_load")
+        sch.transform_layout(block, ("write", 0), intrinsics.box_layout(intrinsics.chunk_of(channels[tensor])))
+        sch.annotate(sch.blockize(loops_of(sch, block)[-2]), bulk_loads.BULK_LOAD, tensor)
 
 
 def tile_products(sch, plan, role):
@@ -239,7 +295,7 @@ def bind_grid(sch, plan, role):
 
 def tell_statistics(sch, plan, role):
     """LSE and delta come with the queries, by the lanes of one warp of the loader."""
-    for block in STATISTICS:
+    for block in role.statistics:
         _turn, lane = sch.split(loops_of(sch, block)[-1], factors=[None, LANES])
         sch.bind(lane, "threadIdx.x")
         sch.annotate(sch.get_sblock(block), row_statistics.TELL, "Q")
@@ -275,9 +331,8 @@ def bind_products(sch, plan, role):
 def use_tensor_cores(sch, plan, role):
     """Replace the products by wgmma, and the copies behind them by waits."""
     name = name_of(role)
-    tiles = {load: sch.get(sch.get_sblock(load)).writes[0].source for load in (*role.stays, *role.streams)}
-    d, dv = (int(tile.shape[0] * tile.shape[2]) for tile in (tiles["Q_load"], tiles["dO_load"]))
-    names = {block: it for block, (it, *_) in intrinsics_of(name, tiles["Q_load"].dtype, plan, d, dv).items()}
+    dtype = sch.get(sch.get_sblock("Q_load")).writes[0].source.dtype
+    names = {block: it for block, (it, *_) in intrinsics_of(name, dtype, plan, *product_channels(sch, role)).items()}
     for block in waits_of(name, plan):
         loops = loops_of(sch, block, 2)
         at = int(role.transposes(block.removesuffix("_warp")))
@@ -294,7 +349,7 @@ def order_turn(sch, plan, role):
     """Put what a turn does in its order, and ask for the warps' roles."""
     name = name_of(role)
     statements = list(role.statements)
-    for copy, (first, _) in READY.items():
+    for copy, (first, _) in ready_of(role).items():
         statements.insert(statements.index(first), copy)
     loop = loops_of(sch, role.turn)[-1]
     for key, value in zip(("stage", "order"), turn_of(name, plan).lists(statements)):
@@ -302,6 +357,8 @@ def order_turn(sch, plan, role):
     attn = sch.get_sblock("attn")
     for knob in warp_roles.KNOBS:
         sch.annotate(attn, f"{warp_roles.PREFIX}{knob}", ROLE_KNOBS[knob] if knob in ROLE_KNOBS else getattr(plan, knob))
+    if plan.single:
+        sch.annotate(attn, f"{warp_roles.PREFIX}{warp_roles.SINGLE}", single_ring(name, plan))
 
 
 STAGES = (place_buffers, lay_out_accumulators, lay_out_boxes, tile_products, bind_grid, tell_statistics, bind_accumulators, bind_products,

@@ -2,8 +2,9 @@
 
 To what wgmma_backward does for dK and dV, by its stages, a turn adds dQ of its queries. No thread has their rows: the warpgroups hand dS
 over to each other through shared memory, as [key][query], and meet; each then takes 64 of the queries, or all and a part of the channels,
-and multiplies with the keys, which stay. While the product for dK runs, the result goes to memory by additions of 16 bytes, straight from
-registers; the sum keeps its channels in the order that makes this possible (lowering.reduce_adds), and `dq_cast` reads them so.
+and multiplies with the keys, which stay. While the product for dK runs, each warp sets its 16 rows of the result down in shared memory and
+has them added to memory by one instruction (as FlashAttention-3 does); nobody waits for it but who sets down the next. The sums lie in
+tiles of queries, and in these as warps add them; `dq_cast` reads them so.
 
 There are two copies of dS: who writes one has waited, in the turn before, for everybody's product with it two turns before.
 
@@ -12,7 +13,7 @@ In the nest of wgmma_backward, behind dS_cast::
     dS_cast_shared                            @warp: stores of matrices, then the consumers meet
     dQ_part                                   @warp: a chain of wgmma, both operands from shared memory
     dK_acc_new                                as before
-    dQ_part_warp dQ_sum                       dQ_part is awaited here; @warp @lane, additions in memory
+    dQ_part_warp dQ_part_warp_shared dQ_sum   dQ_part is awaited here; @warp: stores, and an addition to memory
 """
 from tvm.s_tir import TensorIntrin
 
@@ -23,15 +24,19 @@ from schedules.families.wgmma_backward import (  # noqa: F401, the same here
     CONFIG, PIPELINE, STRIDED, WHOLE_ROWS, WgmmaBackwardPlan, ring_of, role_of)
 from schedules.intrinsics import events, wgmma_exchange
 from schedules.intrinsics import wgmma as intrinsics
-from schedules.lowering import reduce_adds, rings
+from schedules.lowering import rings
 from schedules.plan import first_of, fitting, require
-from schedules.stages import bind_lanes, loops_of, read_index, unroll_all
+from schedules.stages import bind_lanes, loops_of, read_index
 
 NAME = "wgmma_fused_backward"
 ROLE = "fused"
 BINDS_AT = "bind_grid"
 #: The copy of dS to shared memory by the plan's `across`: as cache_read names it for one reader, and cache_write for all.
 SHARED = ("dS_cast_shared.dyn", *[wgmma_backward.HANDED] * 3)
+
+SUM_BYTES = 4
+#: What a turn adds to dQ, in shared memory.
+SET_DOWN = "dQ_part_warp_shared.dyn"
 
 #: (q_tile, kv_tile, stages, loader_registers) by most channels.
 TILES = {64: (128, 128, 2, 24), 128: (64, 128, 2, 40)}
@@ -42,14 +47,16 @@ def decline(workload, arch):
     reason = wgmma_backward.decline(workload, arch)
     if reason is not None:
         return reason
+    if wgmma_backward.apart(workload):
+        return f"head dimensions must be at most {max(TILES)}, not {workload.head_dim} and {workload.value_dim}"
     if workload.head_dim % wgmma_exchange.CHUNK:
         return f"the head dimension must be a multiple of {wgmma_exchange.CHUNK}, not {workload.head_dim}"
     return None
 
 
 def default_plan(workload, arch):
-    """The tile for so many channels."""
-    channels = max(workload.head_dim, workload.value_dim)
+    """The tile for so many channels; where scores are modified the smaller one, as their slope needs S as long as dS does."""
+    channels = max(TILES) if workload.score else max(workload.head_dim, workload.value_dim)
     plans = (WgmmaBackwardPlan(*tile) for most, tile in sorted(TILES.items()) if most >= channels)
     return first_of(fitting(plans, budget, workload, arch), NAME, workload, arch)
 
@@ -66,7 +73,8 @@ def budget(workload, arch, plan):
     require(plan.q_tile % intrinsics.GROUP_ROWS == 0 and groups % max(queries, 1) == 0 and workload.head_dim * queries % (groups * 32) == 0,
             "consumer warpgroups must be able to share 64 query rows each, or parts of 32 channels", f"q_tile={plan.q_tile}",
             "choose 64, or as many as key rows")
-    return wgmma_backward.budget(ROLE, workload, arch, plan, rings.MET_COPIES * intrinsics.ELEMENT_BYTES * plan.q_tile * plan.kv_tile)
+    handed = rings.MET_COPIES * intrinsics.ELEMENT_BYTES * plan.q_tile * plan.kv_tile
+    return wgmma_backward.budget(ROLE, workload, arch, plan, handed + SUM_BYTES * plan.q_tile * workload.head_dim)
 
 
 def compiler_options(plan):
@@ -80,6 +88,7 @@ def intrinsics_of(dtype, plan, channels):
     made = {SHARED[plan.across]: wgmma_exchange.hand_over(dtype, plan.kv_tile, plan.q_tile),
             "dQ_part": wgmma_exchange.product_of_tiles(dtype, plan.kv_tile, share, intrinsics.chunk_of(channels), ring_of("K_tile"),
                                                         [events.issued("dQ_part")]),
+            SET_DOWN: wgmma_exchange.set_down(share), "dQ_sum": wgmma_exchange.add_up(share),
             "dQ_part_warp": intrinsics.ready(share, [events.awaited("dQ_part")], turn_of(ROLE, plan).releases["dQ_part_warp"])}
     return {block: (f"wgmma_{ROLE}_{block}_{dtype}_{plan}_{channels}".replace(" ", "_"), *pair) for block, pair in made.items()}
 
@@ -93,7 +102,24 @@ def declare(workload, plan):
 
 def channels_of(sch):
     """Channels of dQ."""
-    return int(sch.get(sch.get_sblock("dQ_sum")).writes[0].source.shape[-1])
+    return int(sch.get(sch.get_sblock("K_load")).reads[0].source.shape[-1])
+
+
+def sum_place(i, c):
+    """Place of element (i, c) in a tile of the sums: what a warp adds, 16 rows and some times 16 channels, stands side by side."""
+    return (i // intrinsics.WARP_ROWS, *wgmma_exchange.piece_place(i % intrinsics.WARP_ROWS, c))
+
+
+def lay_out_sums(sch, block, access):
+    """Lay the sums of dQ out as `sum_place` says: the tensor of an access ("read" or "write", index) of a block that stands in no other."""
+    sch.transform_layout(block, access, lambda b, h, t, i, c: (b, h, t, *sum_place(i, c)))
+
+
+def flatten_sums(sch, block, access, channels):
+    """The same as who allocates them knows them: [batch entry, head, tile, place in the tile]."""
+    groups, rows, columns = channels // wgmma_exchange.COLUMNS, intrinsics.WARP_ROWS, wgmma_exchange.COLUMNS
+    sch.transform_layout(block, access, lambda b, h, t, step, group, row, column: (
+        b, h, t, ((step * groups + group) * rows + row) * columns + column))
 
 
 def place_exchange(sch, plan, role):
@@ -107,16 +133,26 @@ def place_exchange(sch, plan, role):
     addition = sch.get_sblock("dQ_sum")
     sch.cache_read(addition, read_index(sch, addition, "dQ_part"), "warp")
     sch.set_scope(product, 0, "warp")
+    sch.cache_read(addition, read_index(sch, addition, "dQ_part_warp"), "shared.dyn")
 
 
 def lay_out_exchange(sch, plan, role):
-    """Lay dS out in lines of 64 queries, and what is added to dQ as accumulators of the warps that share it."""
+    """Lay dS out in lines of 64 queries, and what is added to dQ as accumulators of the warps that share it, and like the sums."""
     queries, share = shares(plan, channels_of(sch))
     steps = queries * intrinsics.GROUP_ROWS // intrinsics.WARP_ROWS
     sch.transform_layout(SHARED[plan.across], ("write", 0), lambda i, j: (i // wgmma_exchange.CHUNK, j, i % wgmma_exchange.CHUNK))
     for block in ("dQ_part", "dQ_part_warp"):
         sch.transform_layout(block, ("write", 0), lambda i, c: (
             c // share * steps + i // intrinsics.WARP_ROWS, *intrinsics.accumulator_place(i, c % share)))
+    sch.transform_layout(SET_DOWN, ("write", 0), sum_place)
+
+
+def lay_out_memory(sch, plan, role):
+    """Lay the sums in memory out as what is added to them: so many elements of a tile."""
+    written = [region.source.name for region in sch.get(sch.get_sblock("attn")).writes]
+    sums = "write", written.index("dQ_sum")
+    lay_out_sums(sch, "attn", sums)
+    flatten_sums(sch, "attn", sums, channels_of(sch))
 
 
 def split_share(sch, plan, i, c):
@@ -137,32 +173,27 @@ def tile_exchange(sch, plan, role):
 
 
 def hide_sums(sch, plan, role):
-    """The addition reads what it writes, but only to add: blocks of the grid may do it side by side."""
+    """The addition reads what it writes, but only to add: blocks of the grid may do it side by side. Where in the sums a block of the grid
+    writes is not told: since these were laid out, TVM would say it by variables that are bound inside the block."""
     addition = sch.get_sblock("dQ_sum")
-    for block in (addition, *(sch.get_sblock(name) for name in ("sum", "rows", "attn"))):
+    attn = sch.get_sblock("attn")
+    for block in (addition, *(sch.get_sblock(name) for name in ("sum", "rows")), attn):
         sch.unsafe_hide_buffer_access(block, "read", [read_index(sch, block, "dQ_sum")])
+    written = [region.source.name for region in sch.get(attn).writes]
+    sch.unsafe_hide_buffer_access(attn, "write", [written.index("dQ_sum")])
 
 
 def bind_exchange(sch, plan, role):
-    """Warps take their shares, and the lanes what they hold of them; the additions of a lane become one for each four neighbours."""
+    """Warps take their shares of the product, and the lanes what they hold of its first values."""
     part, step, whole = loops_of(sch, "dQ_part_o")
     warp = sch.fuse(part, step)
     sch.bind(warp, "threadIdx.y")
     init = sch.get_child_blocks(sch.decompose_reduction("dQ_part_o", whole))[0]
     bind_lanes(sch, *loops_of(sch, init, 2))
-    part, step, row, channel = split_share(sch, plan, *loops_of(sch, "dQ_sum", 2))
-    sch.reorder(part, step, row, channel)
-    sch.bind(sch.fuse(part, step), "threadIdx.y")
-    half, row = sch.split(row, factors=[2, 8])
-    columns, eight, quad, pair = sch.split(channel, factors=[None, 2, 4, 2])
-    sch.reorder(row, quad, half, columns, eight, pair)
-    sch.bind(sch.fuse(row, quad), "threadIdx.x")
-    unroll_all(sch, (half, columns, eight, pair))
-    sch.annotate(eight, reduce_adds.REDUCE_ADD, 1)
 
 
 def use_exchange(sch, plan, role):
-    """Replace the copies by stores that warpgroups meet at and by a wait, and the product by wgmma."""
+    """Replace the copies by stores that warpgroups meet at, a wait and stores, the product by wgmma and the addition by that of pieces."""
     names = {block: name for block, (name, *_) in intrinsics_of(
         sch.get(sch.get_sblock("K_load")).writes[0].source.dtype, plan, channels_of(sch)).items()}
     shared = SHARED[plan.across]
@@ -172,16 +203,17 @@ def use_exchange(sch, plan, role):
     sch.bind(warp, "threadIdx.y")
     sch.tensorize(i, names[shared])
     sch.tensorize(loops_of(sch, "dQ_part")[-3], names["dQ_part"])
-    part, step, row, channel = split_share(sch, plan, *loops_of(sch, "dQ_part_warp", 2))
-    sch.reorder(part, step, row, channel)
-    sch.bind(sch.fuse(part, step), "threadIdx.y")
-    sch.tensorize(row, names["dQ_part_warp"])
+    for block in ("dQ_part_warp", SET_DOWN, "dQ_sum"):
+        part, step, row, channel = split_share(sch, plan, *loops_of(sch, block, 2))
+        sch.reorder(part, step, row, channel)
+        sch.bind(sch.fuse(part, step), "threadIdx.y")
+        sch.tensorize(row, names[block])
 
 
-STAGES = (place_exchange, wgmma_backward.place_buffers, wgmma_backward.lay_out_accumulators, lay_out_exchange, wgmma_backward.lay_out_boxes,
-          wgmma_backward.tile_products, tile_exchange, hide_sums, wgmma_backward.bind_grid, wgmma_backward.tell_statistics,
-          wgmma_backward.bind_accumulators, wgmma_backward.bind_products, bind_exchange, use_exchange, wgmma_backward.use_tensor_cores,
-          wgmma_backward.order_turn)
+STAGES = (place_exchange, wgmma_backward.place_buffers, wgmma_backward.lay_out_accumulators, lay_out_exchange, lay_out_memory,
+          wgmma_backward.lay_out_boxes, wgmma_backward.tile_products, tile_exchange, hide_sums, wgmma_backward.bind_grid,
+          wgmma_backward.tell_statistics, wgmma_backward.bind_accumulators, wgmma_backward.bind_products, bind_exchange, use_exchange,
+          wgmma_backward.use_tensor_cores, wgmma_backward.order_turn)
 
 
 def schedule(workload, plan, stages=None, strided=False):

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import CHANNEL_STEPS
-from schedules.lowering import order_of_work, rings, warp_roles
+from schedules.lowering import order_of_work, register_shares, rings
 from schedules.plan import Budget, Calls, Plan, fitting, require
 from te_defs.integers import round_up
 
@@ -93,7 +93,7 @@ def default_plan(workload, arch):
     plan = _with_loader(workload, plan)
     if (workload.head_dim, workload.value_dim) in MEASURED:
         return _with_room(workload, plan)
-    least = plan.kv_tile if plan.groups > 2 or _whole_lines(workload) else 16
+    least = plan.kv_tile if plan.groups > 2 or whole_lines(workload) else 16
     tiles = [plan.but(kv_tile=kv_tile) for kv_tile in range(MOST_KEYS, least - 16, -16)] if plan.groups == 2 else [plan]
     fit = fitting(tiles, budget, workload, arch)
     return _with_room(workload, next(tile for tile in fit if _registers(workload, tile) <= MOST_REGISTERS or tile.kv_tile == least))
@@ -113,14 +113,14 @@ def _dealt(workload, plan):
     return plan.but(blocks=0, shared_decode=0, query_stages=1) if workload.lengths == "packed" else plan
 
 
-def _whole_lines(workload):
+def whole_lines(workload):
     """Whether rows of all tensors fill the swizzled lines of their tiles: a tile is then one box for the tensor memory accelerator."""
     return all(size % intrinsics.chunk_of(size) == 0 for size in (workload.head_dim, workload.value_dim))
 
 
 def _with_loader(workload, plan):
     """The plan with the registers that its loader needs: more where rows are no whole lines, and for key lengths."""
-    busy = workload.lengths == "keys" or not _whole_lines(workload)
+    busy = workload.lengths == "keys" or not whole_lines(workload)
     return plan.but(loader_registers=max(plan.loader_registers, BUSY_LOADER_REGISTERS)) if busy else plan
 
 
@@ -168,7 +168,7 @@ def budget(workload, arch, plan):
     require(plan.q_tile in (64, 128, 192), "q_tile must be 64 rows for each of one to three consumer warpgroups", plan.q_tile,
             "choose 64, 128 or 192")
     require(plan.kv_tile % 16 == 0 and 16 <= plan.kv_tile <= 256, "kv_tile must be a multiple of 16 up to 256", plan.kv_tile, "round it")
-    require(plan.loader_registers % 8 == 0 and 24 <= plan.loader_registers <= warp_roles.entry_registers(plan.groups),
+    require(plan.loader_registers % 8 == 0 and 24 <= plan.loader_registers <= register_shares.entry_registers(plan.groups),
             "loader_registers must be a multiple of 8 from 24 to what a thread starts with", plan.loader_registers, "round it")
     for name, least, most in (("blocks", 0, 65535), ("order_of_work", 0, 1), ("shared_decode", 0, 1), ("stages", 1, 16),
                               ("query_stages", 1, 16), ("ping_pong", 0, 1), ("late_wait", 0, 1), ("lazy_rescale", 0, 1),
@@ -176,8 +176,8 @@ def budget(workload, arch, plan):
         require(least <= getattr(plan, name) <= most, f"{name} must be from {least} to {most}", getattr(plan, name), "correct it")
     tiles = 2 * (plan.query_stages * plan.q_tile * d + plan.stages * plan.kv_tile * (d + dv))
     return Budget((
-        ("threads", warp_roles.GROUP * (plan.groups + 1), arch.threads_per_block, "of a block"),
+        ("threads", register_shares.GROUP * (plan.groups + 1), arch.threads_per_block, "of a block"),
         ("shared memory", tiles + rings.bookkeeping_bytes(plan.stages, plan.query_stages), arch.smem_bytes, "bytes"),
         ("registers, about", _registers(workload, plan),
-         warp_roles.consumer_registers(plan.groups, plan.loader_registers), "per consumer"),
+         register_shares.consumer_registers(plan.groups, plan.loader_registers), "per consumer"),
     )).check(plan, arch)

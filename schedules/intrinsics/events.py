@@ -7,9 +7,10 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 PREFIX = "flashtir."
-#: Rings by number: shared tiles that one warpgroup fills and the others empty; dS is one that the others fill for each other.
-Q, K, V, DO, DS = range(5)
-RINGS = ("Q", "K", "V", "dO", "dS")
+#: Rings by number: shared tiles that one warpgroup fills and the others empty; dS is one that the others fill for each other, and dQ one
+#: from which each warp adds its own part to memory.
+Q, K, V, DO, DS, DQ = range(6)
+RINGS = ("Q", "K", "V", "dO", "dS", "dQ")
 
 
 def key_tile():
@@ -26,6 +27,11 @@ def wait_full(ring):
 def release(ring, tile=None):
     """This warpgroup has read the tile, that of this turn of the key loop where none is named: it may be overwritten."""
     return T.call_extern("int32", PREFIX + "release", ring, key_tile() if tile is None else tile)
+
+
+def release_before():
+    """This warpgroup's part of what was written in the place of the queries, those of the work tile before, has been read from there."""
+    return T.call_extern("int32", PREFIX + "release_before")
 
 
 def slot_bytes(ring):
@@ -51,6 +57,16 @@ def pass_turn():
 def meet(pointer, ring):
     """Wait until all warps that compute have written their part of this turn's copy of a tile, at `pointer`, for products to read."""
     return T.call_extern("int32", PREFIX + "meet", pointer, ring)
+
+
+def reclaim(pointer, ring):
+    """Wait until what this warp has written at `pointer`, its part of a tile of which there is one copy, has been read by `add_up`."""
+    return T.call_extern("int32", PREFIX + "reclaim", pointer, ring)
+
+
+def add_up(pointer, to, elements):
+    """Add what this warp has written at `pointer`, so many float32, to as many that stand side by side in memory, in no fixed order."""
+    return T.call_extern("int32", PREFIX + "add_up", pointer, to, elements)
 
 
 def wait_scores():

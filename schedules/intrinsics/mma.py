@@ -69,13 +69,17 @@ def swizzled(columns):
 
 
 @functools.cache
-def mma_qk(dtype, transposed=False):
+def mma_qk(dtype, transposed=False, turned=False):
     """Description and implementation of S += Q K^T on 16 x 16 x 16, with K's rows in fragments.
 
     transposed  whether S lies transposed in its fragment, with K's rows as rows: K is then the first operand
+    turned      whether it is S += Q K, with K read transposed on its way
     """
     def place(i, j):
         return fragment_place(j, i) if transposed else fragment_place(i, j)
+
+    def second_place(j, k):
+        return fragment_place(k, j) if turned else fragment_place(j, k)
 
     @T.prim_func(s_tir=True)
     def meaning(a: T.handle, b: T.handle, c: T.handle) -> None:
@@ -90,7 +94,7 @@ def mma_qk(dtype, transposed=False):
                     vi, vj, vk = T.axis.remap("SSR", [i, j, k])
                     cl, cr = T.meta_var(place(vi, vj))
                     al, ar = T.meta_var(fragment_place(vi, vk))
-                    bl, br = T.meta_var(fragment_place(vj, vk))
+                    bl, br = T.meta_var(second_place(vj, vk))
                     T.reads(C[cl, cr], A[al, ar], B[bl, br])
                     T.writes(C[cl, cr])
                     C[cl, cr] += T.cast(A[al, ar], "float32") * T.cast(B[bl, br], "float32")
@@ -198,6 +202,7 @@ def mma_sum(dtype):
 #: Operand -> (transposed while loading, row and 8-element column half of the 8 x 8 matrix whose address a lane gives).
 _LDMATRIX = {
     "A": (False, lambda lane: lane % 16, lambda lane: lane // 16),
+    "T": (True, lambda lane: lane // 16 * 8 + lane % 8, lambda lane: lane % 16 // 8),
     "K": (False, lambda lane: lane // 16 * 8 + lane % 8, lambda lane: lane % 16 // 8),
     "V": (True, lambda lane: lane % 16, lambda lane: lane // 16),
 }
@@ -207,7 +212,8 @@ _LDMATRIX = {
 def ldmatrix(operand, dtype, rows, columns):
     """Description and implementation of one ldmatrix.x4: a 16 x 16 part of a swizzled shared tile [rows, columns] to a fragment.
 
-    operand  A: rows of Q; K: rows of K as the second operand of Q K^T; V: rows of V as that of P V (transposed on the way)
+    operand  A: rows of Q; K: rows of K as the second operand of Q K^T; V: rows of V as that of P V (transposed on the way); T: columns of
+             a first operand that is stored transposed
 
     The tile is stored with the 16-byte chunk c of row r at chunk c ^ (r % 8) of its 128-byte line (TVM's permuted_layout), which
     makes the eight rows that ldmatrix reads at once fall into different banks. The swizzle acts on the bits below a line, so the
@@ -238,7 +244,7 @@ def ldmatrix(operand, dtype, rows, columns):
                 with T.sblock("fragment"):
                     vi, vj = T.axis.remap("SS", [i, j])
                     T.reads(shared[vi, vj])
-                    lane, register = T.meta_var(fragment_place(vi, vj))
+                    lane, register = T.meta_var(fragment_place(vj, vi) if operand == "T" else fragment_place(vi, vj))
                     T.writes(warp[lane, register])
                     warp[lane, register] = shared[vi, vj]
 
@@ -264,10 +270,11 @@ def ldmatrix_name(operand, dtype, rows, columns):
 
 
 def register(dtype, tiles):
-    """Make known what products of element type `dtype` need; tiles maps each operand A, K and V to its tile's (rows, columns)."""
+    """Make known what products of element type `dtype` need; tiles maps operands A, K, T and V to their tiles' (rows, columns)."""
     for operand, shape in tiles.items():
         TensorIntrin.register(ldmatrix_name(operand, dtype, *shape), *ldmatrix(operand, dtype, *shape), override=True)
     TensorIntrin.register(f"mma_qk_{dtype}", *mma_qk(dtype), override=True)
     TensorIntrin.register(f"mma_kq_{dtype}", *mma_qk(dtype, transposed=True), override=True)
+    TensorIntrin.register(f"mma_part_{dtype}", *mma_qk(dtype, turned=True), override=True)
     TensorIntrin.register(f"mma_pv_{dtype}", *mma_pv(dtype), override=True)
     TensorIntrin.register(f"mma_sum_{dtype}", *mma_sum(dtype), override=True)

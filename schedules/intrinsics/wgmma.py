@@ -236,9 +236,10 @@ def wgmma_pv(dtype, kv_tile, value_dim):
     return meaning, spelling
 
 
-def wgmma_sum(dtype, terms, channels, ring, announced=()):
+def wgmma_sum(dtype, terms, channels, ring, announced=(), arrives=False):
     """Description and implementation of X += P V on a warp's 16 rows, for a reduction whose init reads the old accumulator alone; P comes
-    from registers. V, whose ring is given, must be there: another product has waited for it. Issues the product, does not wait.
+    from registers. V, whose ring is given, must be there, since another product has waited for it, unless it `arrives` for this one alone.
+    Issues the product, does not wait for it.
     """
     chunk, chunks, p_registers, x_registers = chunk_of(channels), chunks_of(channels), terms // 2, channels // 2
 
@@ -271,6 +272,7 @@ def wgmma_sum(dtype, terms, channels, ring, announced=()):
             T.reads(X[0:LANES, 0:x_registers], A[0:LANES, 0:x_registers], P[0:LANES, 0:p_registers], V[0:chunks, 0:terms, 0:chunk])
             T.writes(X[0:LANES, 0:x_registers])
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
+                _evaluate([events.wait_full(ring)] * arrives)
                 _issue_sum(X, P, V, lane, ring, dtype, terms, channels)
                 _evaluate(announced)
 

@@ -1,8 +1,11 @@
-"""What warpgroups need of each other: a matrix that each has rows of in registers, as the first operand of a product that reads all of it.
+"""What warpgroups need of each other: a matrix that each has rows of in registers, as the first operand of a product that reads all of it;
+and how they add a matrix in registers to one in memory that many blocks add to.
 
 The matrix goes to shared memory with the fragments' columns side by side, [chunk of columns, row, column of the chunk], swizzled as the
-tensor memory accelerator would have it, where wgmma reads either operand in either order. The contract is that of
-schedules.intrinsics.wgmma.
+tensor memory accelerator would have it, where wgmma reads either operand in either order. 
+
+What is added to memory goes there through shared memory, four registers of a lane at a time: a warp's 16 rows are one piece of the sums,
+for which a single instruction suffices (PTX ISA, "cp.reduce.async.bulk"). The contract is that of schedules.intrinsics.wgmma.
 """
 from tvm.script import tirx as T
 
@@ -22,10 +25,34 @@ __device__ __forceinline__ void flashtir_store_matrix(unsigned to, unsigned a, u
 """
 
 
+_STORE_FOUR = """\
+__device__ __forceinline__ void flashtir_store_four(void *to, float a, float b, float c, float d) {
+  *(float4 *)to = make_float4(a, b, c, d);
+}
+"""
+#: Columns of which a lane holds four of a row.
+COLUMNS = 16
+
+
+def column_place(c):
+    """Place of column c of 16: the four of a lane stand side by side."""
+    return c % 8 // 2 * 4 + c // 8 * 2 + c % 2
+
+
+def piece_place(i, c):
+    """Place of element (i, c) of a warp's 16 rows in its piece of the sums: [16 columns, row, column of the 16]."""
+    return c // COLUMNS, i, column_place(c % COLUMNS)
+
+
 def _tile(handle, dtype, chunks, rows, columns):
     """A part of a shared tile of chunks."""
     return T.match_buffer(handle, (chunks, rows, columns), dtype, scope="shared.dyn", offset_factor=1,
                           strides=[T.int32(), T.int32(), 1])
+
+
+def _piece(handle, groups):
+    """A warp's piece of sums in shared memory, of so many times 16 columns."""
+    return T.match_buffer(handle, (groups, WARP_ROWS, COLUMNS), "float32", scope="shared.dyn", offset_factor=1)
 
 
 def hand_over(dtype, rows, columns):
@@ -164,5 +191,77 @@ def sum_of_handed(dtype, rows, terms, columns, chunk, other, announced=()):
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
                 issue(X, A, B, lane)
                 _evaluate(announced)
+
+    return meaning, spelling
+
+
+def set_down(columns):
+    """Description and implementation of a warp's 16 rows of so many columns on their way from registers to its piece in shared memory, once
+    what stood there has been added up."""
+    registers, groups = columns // 2, columns // COLUMNS
+
+    @T.prim_func(s_tir=True)
+    def meaning(x: T.handle, d: T.handle) -> None:
+        X = _registers(x, "float32", registers)
+        D = _piece(d, groups)
+        with T.sblock("root"):
+            T.reads(X[0:LANES, 0:registers])
+            T.writes(D[0:groups, 0:WARP_ROWS, 0:COLUMNS])
+            for i, c in T.grid(WARP_ROWS, columns):
+                with T.sblock("set_down"):
+                    vi, vc = T.axis.remap("SS", [i, c])
+                    lane, register = T.meta_var(accumulator_place(vi, vc))
+                    T.buffer_store(D, X[lane, register], piece_place(vi, vc))
+
+    @T.prim_func(s_tir=True)
+    def spelling(x: T.handle, d: T.handle) -> None:
+        X = _registers(x, "float32", registers)
+        D = _piece(d, groups)
+        with T.sblock("root"):
+            T.reads(X[0:LANES, 0:registers])
+            T.writes(D[0:groups, 0:WARP_ROWS, 0:COLUMNS])
+            for lane in T.thread_binding(0, LANES, "threadIdx.x"):
+                T.evaluate(events.reclaim(T.address_of(D[0, 0, 0]), events.DQ))
+                for group, half in T.grid(groups, 2):
+                    T.evaluate(T.cuda.func_call(
+                        "flashtir_store_four", T.address_of(D[group, half * 8 + lane // 4, lane % 4 * 4]),
+                        *[X[lane, group * 8 + eight * 4 + half * 2 + pair] for eight in range(2) for pair in range(2)],
+                        source_code=_STORE_FOUR))
+
+    return meaning, spelling
+
+
+def add_up(columns):
+    """Description and implementation of the addition of a warp's piece in shared memory to the one in memory, which is not said to be read;
+    nobody waits for it."""
+    groups, elements = columns // COLUMNS, columns * WARP_ROWS
+
+    def place(i, c):
+        """In the piece in memory, whose axes are one."""
+        group, row, column = piece_place(i, c)
+        return (group * WARP_ROWS + row) * COLUMNS + column
+
+    @T.prim_func(s_tir=True)
+    def meaning(x: T.handle, d: T.handle) -> None:
+        X = T.match_buffer(x, (elements,), "float32", align=4, offset_factor=1)
+        D = _piece(d, groups)
+        with T.sblock("root"):
+            T.reads(D[0:groups, 0:WARP_ROWS, 0:COLUMNS])
+            T.writes(X[0:elements])
+            for i, c in T.grid(WARP_ROWS, columns):
+                with T.sblock("add_up"):
+                    vi, vc = T.axis.remap("SS", [i, c])
+                    T.reads(D[piece_place(vi, vc)])
+                    T.writes(X[place(vi, vc)])
+                    X[place(vi, vc)] = X[place(vi, vc)] + D[piece_place(vi, vc)]
+
+    @T.prim_func(s_tir=True)
+    def spelling(x: T.handle, d: T.handle) -> None:
+        X = T.match_buffer(x, (elements,), "float32", align=4, offset_factor=1)
+        D = _piece(d, groups)
+        with T.sblock("root"):
+            T.reads(D[0:groups, 0:WARP_ROWS, 0:COLUMNS])
+            T.writes(X[0:elements])
+            T.evaluate(events.add_up(T.address_of(D[0, 0, 0]), T.address_of(X[0]), elements))
 
     return meaning, spelling

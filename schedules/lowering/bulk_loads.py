@@ -107,7 +107,7 @@ def _event(block, ring):
     values = {iter_var.var: value for iter_var, value in zip(realize.block.iter_vars, realize.iter_values)}
     read, written = ([substitute(index, values) for index in indices] for indices in (load.indices, store.indices))
     size_batch, size_rows, heads, size_channels = load.source.shape
-    size_batch, strides = getattr(size_batch, "value", size_batch), _strides(load.source)
+    size_batch, strides = getattr(size_batch, "value", size_batch), strides_of(load.source)
     size = _sequence_in(bound.b, size_rows)
     left = substitute(bound.a - bound.b, values)  # below zero where the row exists
     row = ana.simplify(substitute(left, {r: _int(0), c: _int(0)}) + size)
@@ -150,7 +150,7 @@ def in_sequence(call):
     return _is_sequence(call.args[14])
 
 
-def _strides(tensor):
+def strides_of(tensor):
     """Strides of batch entries, rows and heads of a tensor, in elements: what it was declared with, or those of a contiguous one."""
     if len(tensor.strides):
         return tensor.strides[:3]
@@ -181,13 +181,13 @@ def tensor_map_type():
     return T.handle("tensormap").ty
 
 
-def encode_tensor_map(tensor_map, call, stand_in):
+def encode_tensor_map(tensor_map, call, stand_in, apart=False):
     """Host statement that describes the tensor of a bulk_load event by its run-time shape and strides, in a variable.
 
     Five dimensions from the inside: channel of a chunk, row, chunk, head, batch entry; without that of chunks, and with all channels in the
-    first, where each chunk is a box of its own. No dimension may be zero, so an empty tensor counts as one of size one, whatever its
-    strides are; nothing of it is loaded, but the address must be one of the device: that of `stand_in`. Of a tensor that holds sequences
-    the five are channel, head and the three dimensions of rows that the module describes.
+    first, where each chunk is a box of its own, as it is where chunks are `apart`. No dimension may be zero, so an empty tensor counts as
+    one of size one, whatever its strides are; nothing of it is loaded, but the address must be one of the device: that of `stand_in`. Of a
+    tensor that holds sequences the five are channel, head and the three dimensions of rows that the module describes.
     """
     pointer, rows, heads, batch, box_rows, channels, chunk = call.args[3:10]
     empty = tirx.EQ(rows, _int(0))
@@ -202,7 +202,7 @@ def encode_tensor_map(tensor_map, call, stand_in):
         dims = [channels, heads, _int(WRAP), _int(UNBOUNDED), _int(UNBOUNDED)]
         strides = [head_bytes, row_bytes, row_bytes, tirx.const(2**64 // WRAP, "int64") - row_bytes]
         box = [chunk, _int(1), box_rows, _int(1), _int(1)]
-    elif not _in_one_box(channels, chunk):
+    elif apart or not _in_one_box(channels, chunk):
         dims[0] = channels
         for sizes, place in ((dims, 2), (strides, 1), (box, 2)):
             del sizes[place]

@@ -6,9 +6,12 @@ conditional once fragments are plain registers, where its factors have constant 
 """
 from tvm import s_tir, tirx
 
-from schedules.lowering import pass_lists, rewrite
+from schedules.lowering import masked_tiles, pass_lists, rewrite
 from schedules.lowering.aligned_strides import aligned_strides
 from schedules.lowering.empty_tiles import mark_empty_tiles, skip_empty_tiles
+from schedules.lowering.few_barriers import few_barriers
+from schedules.lowering.mask_bits import mask_bits
+from schedules.lowering.reduce_adds import reduce_adds
 from schedules.lowering.software_pipeline import expand_order
 from schedules.lowering.wide_stores import wide_stores
 from schedules.lowering.zero_fill import zero_fill
@@ -23,14 +26,16 @@ pass_lists.register("flashtir_mma", [
     rewrite.async_copy(),
     *pass_lists.flatten(),
     aligned_strides("O"),  # cp.async takes 16 bytes at any address
-    *pass_lists.split_key_loop([rewrite.split_masked_tiles()]),
+    *pass_lists.split_key_loop([masked_tiles.split_masked_tiles()]),
     *pass_lists.loops_to_statements(hoist=[s_tir.transform.LowerAsyncDMA()]),
-    *pass_lists.statements_to_function(),
+    *pass_lists.statements_to_function(behind_barriers=[few_barriers()]),
 ], device=[
     rewrite.lower_all_warp_memory(),
     rewrite.full_warp_mask(),
+    mask_bits(),
     rewrite.skip_rescale(),
     wide_stores(),
+    reduce_adds(),
     zero_fill(),
     tirx.transform.ConvertSSA(),
     skip_empty_tiles(),

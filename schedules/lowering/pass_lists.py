@@ -65,8 +65,9 @@ def loops_to_statements(hoist=()):
     ]
 
 
-def statements_to_function():
-    """Barriers, asynchronous copies, one shared-memory block, and the split into host function and kernel.
+def statements_to_function(behind_barriers=()):
+    """Barriers, asynchronous copies, one shared-memory block, and the split into host function and kernel; `behind_barriers` are passes
+    that run once barriers stand.
 
     ThreadSync("warp") of TVM's list is left out: it fails on loads under a condition, and lanes that exchange values run in step.
     """
@@ -75,6 +76,7 @@ def statements_to_function():
         tirx.transform.AnnotateEntryFunc(),
         s_tir.transform.ThreadSync("shared"),
         s_tir.transform.ThreadSync("shared.dyn"),
+        *behind_barriers,
         s_tir.transform.InferFragment(),
         s_tir.transform.LowerThreadAllreduce(),
         s_tir.transform.InjectPTXAsyncCopy(),

@@ -1,9 +1,10 @@
 """Rings: copies of tiles in shared memory, each with a barrier that says "full" and one that says "empty", and where all of it stands.
 
-A tile's number modulo the copies is its copy, its number divided by them the turn, whose last bit is the phase to wait for. Tiles that
-come by have `stages` copies and are numbered by the turns of the loop over them; those that stay have `query_stages`, and are numbered by
-the tiles of work. A tile that the consumers write for each other has no barriers here, and two copies: who writes one has met the others
-since they read it (warp_roles). In shared memory stand first the tiles, then the numbers that go with their rows, then the barriers.
+A tile's number modulo the copies is its copy, its number divided by them the turn, whose last bit is the phase to wait for. Tiles that come
+by have `stages` copies, or one where they are `single`, and are numbered by the turns of the loop over them; those that stay have
+`query_stages`, and are numbered by the tiles of work. A tile that the consumers write for each other has no barriers here, and two copies:
+who writes one has met the others since they read it (warp_roles). A tile from which warps add their own parts to memory has one. In shared
+memory stand first the tiles, then the numbers that go with their rows, then the barriers.
 """
 import math
 
@@ -32,23 +33,31 @@ def bookkeeping_bytes(stages, query_stages, stays=1):
     return barrier_bytes(stages, query_stages, stays) + query_stages * rewrite.FACT_BYTES
 
 
+def element_bytes(tile):
+    """Bytes of an element of a tile."""
+    return tile.dtype.bits // 8
+
+
 class Rings:
     """The rings of one kernel.
 
+    single   ring of tiles that come by of which there is one copy: a turn is done with it early; None: there is no such
     loads    bulk_load event of each ring by its number
     stays    rings of tiles that stay
     met      {ring: tile} of those that consumers write for each other
+    added    the same of those from which they add to memory
     numbers  {buffer of numbers that go with a tile: (its ring, its first element)}
     shared   the one buffer of shared memory
     """
 
-    def __init__(self, program, stages, query_stages):
-        self.stages, self.query_stages = stages, query_stages
+    def __init__(self, program, stages, query_stages, single=None):
+        self.stages, self.query_stages, self.single = stages, query_stages, single
         self.loads = {int(call.args[1]): call for call in work_tiles.events_in(program, "bulk_load")}
         self.stays = {ring for ring, call in self.loads.items() if bulk_loads.is_loaded_once(call)}
         self.met = {int(call.args[2]): call.args[1].args[0].source for call in work_tiles.events_in(program, "meet")}
+        self.added = {int(call.args[2]): call.args[1].args[0].source for call in work_tiles.events_in(program, "reclaim")}
         self.tile_bytes = {ring: bulk_loads.box_bytes(call) for ring, call in self.loads.items()}
-        self.tile_bytes |= {ring: math.prod(map(int, tile.shape)) * ELEMENT_BYTES for ring, tile in self.met.items()}
+        self.tile_bytes |= {ring: math.prod(map(int, tile.shape)) * element_bytes(tile) for ring, tile in (self.met | self.added).items()}
         self.numbers = {}
         for call in work_tiles.events_in(program, "tell"):
             self.numbers.setdefault(call.args[1].args[0].source, (int(call.args[2]), self.offset(None)))
@@ -63,7 +72,11 @@ class Rings:
         return (sum(self.tile_bytes[other] * self.copies(other) for other in before) + numbers) // ELEMENT_BYTES
 
     def copies(self, ring):
-        return MET_COPIES if ring in self.met else self.query_stages if ring in self.stays else self.stages
+        if ring in self.met:
+            return MET_COPIES
+        if ring in self.added or ring == self.single:
+            return 1
+        return self.query_stages if ring in self.stays else self.stages
 
     def numbers_of(self, ring):
         """Numbers that go with one tile of a ring."""
@@ -99,12 +112,13 @@ class Rings:
 
         One buffer, since the merging of shared allocations does not see that the address of a tile is taken.
         """
-        tiles = {ring: bulk_loads.tile_of(call) for ring, call in self.loads.items()} | self.met
+        tiles = {ring: bulk_loads.tile_of(call) for ring, call in self.loads.items()} | self.met | self.added
         offsets = {ring: self.offset(ring) for ring in tiles}
 
         def place(load):
             ring = next((ring for ring, tile in tiles.items() if tile.same_as(load.source)), None)
-            return load if ring is None else tirx.BufferLoad(self.shared, [load.indices[0] + offsets[ring]])
+            return load if ring is None else tirx.BufferLoad(
+                self.shared, [load.indices[0] * (element_bytes(load.source) // ELEMENT_BYTES) + offsets[ring]])
         placed = [*tiles.values(), *self.numbers]
         kept = [stmt for stmt in allocations if not any(stmt.buffer.same_as(tile) for tile in placed)]
         return tvm_ffi.structural_map(body, (tvm.ir.TensorLoad, place)), [*kept, tirx.AllocBuffer(self.shared)]

@@ -9,7 +9,7 @@
 import tvm_ffi
 from tvm import s_tir, tirx
 
-from schedules.lowering import pass_lists, rewrite
+from schedules.lowering import masked_tiles, pass_lists, rewrite
 from schedules.lowering.aligned_strides import aligned_strides
 from schedules.lowering.empty_tiles import mark_empty_tiles, skip_empty_tiles
 from schedules.lowering.keep_wide import keep_wide
@@ -52,7 +52,7 @@ pass_lists.register("flashtir_simt", [
     *pass_lists.blocks_to_loops(),
     *pass_lists.flatten(),
     aligned_strides(),
-    *pass_lists.split_key_loop([guard_masked_tiles(), rewrite.split_masked_tiles()]),
+    *pass_lists.split_key_loop([guard_masked_tiles(), masked_tiles.split_masked_tiles()]),
     *pass_lists.loops_to_statements(hoist=[s_tir.transform.HoistIfThenElse()]),
     tirx.transform.CommonSubexprElim(),
     *pass_lists.statements_to_function(),

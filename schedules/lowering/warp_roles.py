@@ -17,39 +17,25 @@ from tvm.script import tirx as T
 from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
 from schedules.intrinsics.wgmma import GROUP_WARPS
-from schedules.lowering import bulk_loads, order_of_work, rewrite, row_statistics, work_tiles
+from schedules.lowering import bulk_loads, bulk_stores, order_of_work, register_shares, rewrite, row_statistics, work_tiles
+from schedules.lowering.register_shares import GROUP
 from schedules.lowering.rewrite import FULL_WARP, function_pass, once, substitute
 from schedules.lowering.rings import Rings
+from schedules.lowering.warp_turns import Turns
 from te_defs.lengths import FIRST_ROW, Part
 
 #: Fields of the plan that stand as annotations on block `attn`, and as attributes of the function later, behind PREFIX.
 KNOBS = ("stages", "query_stages", "ping_pong", "order_of_work", "shared_decode", "loader_registers")
 PREFIX = "flashtir."
+#: The same where a kernel has it: the number of the ring of which there is one copy.
+SINGLE = "single"
 #: Mark of the loop over the work tiles of a block, where the grid is persistent.
 WAVES = "pragma_flashtir_waves"
 
 #: Variables that hold what tensors of lengths say of a batch entry.
 ROWS = (FIRST_ROW, *(field.name for field in fields(Part)))
 
-GROUP = LANES * GROUP_WARPS
-REGISTERS_PER_SM = 65536
-#: What setmaxnreg takes at most, and the multiple that it wants.
-MOST_REGISTERS, REGISTER_STEP = 240, 8
-
-
-def _share(groups):
-    """Registers per thread of a whole SM, dealt evenly to some consumer warpgroups and a loader."""
-    return REGISTERS_PER_SM // (GROUP * (groups + 1)) // REGISTER_STEP * REGISTER_STEP
-
-
-def entry_registers(groups):
-    """Registers per thread that a block of some consumer warpgroups and a loader can start with: an equal share for each, up to 240."""
-    return min(_share(groups), MOST_REGISTERS)
-
-
-def consumer_registers(groups, loader_registers):
-    """Registers per thread of each of some consumer warpgroups, beside a loader warpgroup with so many, out of those of a whole SM."""
-    return min((_share(groups) * (groups + 1) - loader_registers) // groups // REGISTER_STEP * REGISTER_STEP, MOST_REGISTERS)
+FLOAT_BYTES = 4
 
 
 @function_pass("flashtir.ReadRoles")
@@ -62,7 +48,7 @@ def read_roles(func):
     sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
     attn = sch.get_sblock("attn")
     marks = sch.get(attn).annotations
-    found = {PREFIX + knob: int(marks[PREFIX + knob]) for knob in KNOBS if PREFIX + knob in marks}
+    found = {PREFIX + knob: int(marks[PREFIX + knob]) for knob in (*KNOBS, SINGLE) if PREFIX + knob in marks}
     for key in found:
         sch.unannotate(attn, key)
     return sch.mod["main"].with_attrs(found) if found else func
@@ -86,7 +72,8 @@ def split_roles(func):
         maps = (bulk_loads.encode_tensor_map(roles.maps[ring], call, stand_in=stays) for ring, call in roles.loads.items())
         entries = (tirx.Bind(roles.entry_rows[ring], bulk_loads.rows_of_entry(call)) for ring, call in roles.loads.items()
                    if bulk_loads.in_sequence(call))
-        return _sequence([*maps, *entries, kernel])
+        output = roles.output and [bulk_loads.encode_tensor_map(roles.output.map, roles.output.described(), stand_in=stays, apart=True)]
+        return _sequence([*maps, *entries, *(output or []), kernel])
 
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.AttrStmt, launch)))
 
@@ -137,7 +124,7 @@ def _sequence(stmts):
 LOADER, TELLER, CONSUMER = "loader", "teller", "consumer"
 
 
-class _Roles:
+class _Roles(Turns):
     """The roles of one kernel."""
 
     def __init__(self, func, grid, program, threads):
@@ -151,22 +138,28 @@ class _Roles:
         self.warps = int(threads["threadIdx.y"].value)
         self.groups = self.warps // GROUP_WARPS
         self.warp = tirx.Var("warp", "int32")
-        self.rings = Rings(program, self.stages, self.query_stages)
+        single = func.attrs.get(PREFIX + SINGLE)
+        self.rings = Rings(program, self.stages, self.query_stages, None if single is None else int(single))
         self.loads, self.stays = self.rings.loads, self.rings.stays
         self.peeled = any(isinstance(call.args[-1], tirx.IntImm) for call in work_tiles.events_in(program, "wait_full"))
+        work = work_tiles.flat(self.waves.body.then_case) if self.waves is not None else program
+        tensors = [param for param in func.params if hasattr(param, "data")]
+        # Where the queries have one place only, the next ones would wait for it; where they come by, they are not those that are written.
+        takes_place = events.Q in self.stays and (self.waves is None or self.query_stages > 1)
+        self.output = bulk_stores.output_of(work, self.loads[events.Q], tensors) if takes_place else None
         self.maps = {ring: tirx.Var(f"{events.RINGS[ring]}_map", bulk_loads.tensor_map_type()) for ring in self.loads}
         self.entry_rows = {ring: tirx.Var(f"{events.RINGS[ring]}_entry_rows", "int32") for ring in self.loads}
 
     def block(self):
         """What all threads of a block do."""
-        consumer = consumer_registers(self.groups, self.loader_registers)
+        consumer = register_shares.consumer_registers(self.groups, self.loader_registers)
         lead = tirx.And(tirx.EQ(self.thread_warp, _number(self.warps)), tirx.EQ(self.lane, _number(0)))
         load = [_evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](self.loader_registers)),
                 tirx.IfThenElse(lead, self.program_of(LOADER), None)]
         if self.rings.numbers:
             load.append(tirx.IfThenElse(tirx.EQ(self.warp, _number(self.warps + 1)), self.program_of(TELLER), None))
         compute = _sequence([_evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](consumer)), *self.first_turn(),
-                             self.program_of(CONSUMER), *self.last_turn()])
+                             self.program_of(CONSUMER), *self.last_turn(), *self.last_additions()])
         shuffled = T.cuda._shfl_sync(_number(FULL_WARP, "uint32"), self.thread_warp, 0, LANES)
         return _sequence([
             self.initialise(), _evaluate(T.cuda.cta_sync()),
@@ -192,17 +185,16 @@ class _Roles:
         """One role's program over all work tiles of the block."""
         loads = role == LOADER
         if self.waves is None:
-            return self.cut(_sequence(self.program), role, _number(0), _number(0))
+            return _sequence([self.cut(_sequence(self.program), role, _number(0), _number(0)), *self.written(role)])
         # Rings run on from one work tile to the next: the queries' by waves, those of keys and values by the key tiles before this one.
         counts = tirx.decl_buffer((1,), "int32", "counts", scope="local")
         keys, loop, guard = tirx.BufferLoad(counts, [_number(0)]), self.waves, self.waves.body
         wave, blocks = loop.loop_var, int(self.grid.value)
-        work = work_tiles.flat(guard.then_case if isinstance(guard, tirx.IfThenElse) else guard)
+        work = work_tiles.flat(guard.then_case)
         last_key_tile = work_tiles.events_in(work, "wait_full")[-1].args[-1]
-        work = work_tiles.release_queries(work_tiles.keys_first(work))
+        work = work_tiles.release_queries(work_tiles.keys_first(work), early=self.output is None)
         body = _sequence([self.cut(_sequence(work), role, keys, wave), tirx.BufferStore(counts, keys + last_key_tile + 1, [_number(0)])])
-        if isinstance(guard, tirx.IfThenElse):
-            body = tirx.IfThenElse(guard.condition, body, _sequence(self.no_work(wave)) if loads and self.shared_decode else None)
+        body = tirx.IfThenElse(guard.condition, body, _sequence(self.no_work(wave)) if loads and self.shared_decode else None)
         if self.shared_decode and not loads:
             body = _sequence([*self.take_work(wave), body])
         rows, heads, batch, box_rows = self.loads[events.Q].args[4:8]
@@ -212,7 +204,16 @@ class _Roles:
         body = _sequence([tirx.Bind(number, once(dealt)),
                           substitute(body, {self.grid.node.var: number - wave * blocks})])
         return _sequence([tirx.AllocBuffer(counts), tirx.BufferStore(counts, _number(0), [_number(0)]),
-                          tirx.For(wave, loop.min, loop.extent, loop.kind, body, None, {"disable_unroll": True}, loop.step)])
+                          tirx.For(wave, loop.min, loop.extent, loop.kind, body, None, {"disable_unroll": True}, loop.step),
+                          *self.written(role)])
+
+    def written(self, role):
+        """Statements at the end of a role's program: shared memory must be there until O has been read."""
+        return [tirx.IfThenElse(self.speaks(), bulk_stores.wait(), None)] if self.output and role == CONSUMER else []
+
+    def speaks(self):
+        """Whether this is the thread that speaks for its consumer warpgroup."""
+        return tirx.And(tirx.EQ(self.warp % GROUP_WARPS, _number(0)), tirx.EQ(self.lane, _number(0)))
 
     def take_work(self, wave):
         """Statements by which a consumer learns what its work tile is: the divisions that tell are the loader's, which has the time."""
@@ -237,6 +238,8 @@ class _Roles:
         done   key tiles of the work tiles before
         tiles  work tiles before, or the wave
         """
+        if self.output and stmt.same_as(self.output.stmt):
+            return self.write_output(tiles) if role == CONSUMER else None
         if isinstance(stmt, tirx.SeqStmt):
             parts = [part for part in (self.cut(part, role, done, tiles) for part in stmt.seq) if part is not None]
             return _sequence(parts) if parts else None
@@ -263,8 +266,16 @@ class _Roles:
             return None
         return self.expand(stmt, name, done, tiles)
 
+    def write_output(self, tiles):
+        """Statement by which a consumer writes O, in the place of its queries."""
+        first = tirx.address_of(tirx.BufferLoad(self.rings.shared, [_number(self.rings.offset(events.Q))]))
+        copy, _phase = self.rings.turn(events.Q, _number(0), tiles, _number(0))
+        slot = tirx.Cast("int32", T.cuda.cvta_generic_to_shared(first)) + copy * self.rings.tile_bytes[events.Q]
+        return _sequence(self.output.statements(slot, self.warp, self.lane, self.speaks(), self.groups + 2))
+
     def expand(self, stmt, name, done, tiles):
         """A statement with events as barriers."""
+        stmt = substitute(stmt, {self.thread_warp: self.warp})
         if name is not None:
             arguments = stmt.value.args[1:]
             parts = getattr(self, name)(done, tiles, *arguments)
@@ -273,8 +284,7 @@ class _Roles:
         def inner(call):
             called = events.name_of(call)
             return call if called is None else getattr(self, called)(done, tiles, *call.args[1:])
-        stmt = tvm_ffi.structural_map(stmt, (tvm.ir.Call, inner))
-        return substitute(stmt, {self.thread_warp: self.warp})
+        return tvm_ffi.structural_map(stmt, (tvm.ir.Call, inner))
 
     def bulk_load(self, done, tiles, ring, pointer, *rest):
         ring, (*coordinates, key_tile) = int(ring), rest[-6:]
@@ -308,12 +318,18 @@ class _Roles:
 
     def release(self, done, tiles, ring, key_tile):
         copy, _phase = self.rings.turn(int(ring), done, tiles, key_tile)
-        return [self.arrive(ring, copy, tirx.And(tirx.EQ(self.warp % GROUP_WARPS, _number(0)), tirx.EQ(self.lane, _number(0))))]
+        return [self.arrive(ring, copy, self.speaks())]
+
+    def release_before(self, done, tiles):
+        """The queries of the work tile before this one, in whose place O was written, are released."""
+        copy, _phase = self.rings.turn(events.Q, done, tiles - 1, _number(0))
+        freed = _sequence([bulk_stores.wait(), self.arrive(events.Q, copy, None)])
+        return [tirx.IfThenElse(tirx.And(self.speaks(), tiles > 0), freed, None)]
 
     def arrive(self, ring, copy, condition):
-        """Statement by which the thread that a condition chooses says that a copy may be overwritten, as far as it is concerned."""
-        arrive = T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(int(ring), copy, 1), _number(1, "uint32"))
-        return tirx.IfThenElse(condition, _evaluate(arrive), None)
+        """Statement by which the thread that a condition chooses, if any, says that a copy may be overwritten as far as it is concerned."""
+        arrive = _evaluate(T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(int(ring), copy, 1), _number(1, "uint32")))
+        return arrive if condition is None else tirx.IfThenElse(condition, arrive, None)
 
     def slot_bytes(self, done, tiles, ring, key_tile):
         return self.rings.turn(int(ring), done, tiles, key_tile)[0] * self.rings.tile_bytes[int(ring)]
@@ -326,37 +342,39 @@ class _Roles:
         return [T.ptx.fence.proxy.async_.shared__cta(),
                 T.ptx.bar.sync(_number(self.groups + 1, "uint32"), _number(self.groups * GROUP, "uint32"))]
 
+    def reclaim(self, done, tiles, pointer, ring):
+        """The thread that asked for the additions is the one that waits."""
+        return [T.ptx.cp.async_.bulk.wait_group.read(0), T.cuda.warp_sync()]
+
+    def add_up(self, done, tiles, pointer, to, elements):
+        """What a thread has written is made visible to the addition first."""
+        bounds, element = [], to.args[0]
+        to = tirx.address_of(tirx.BufferLoad(element.source, [_without_bounds(element.indices[0], bounds)]))
+        add = T.ptx["cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"](
+            to, T.cuda.cvta_generic_to_shared(pointer), tirx.Cast("uint32", elements * FLOAT_BYTES))
+        ask = tirx.SeqStmt([_evaluate(call) for call in (add, T.ptx.cp.async_.bulk.commit_group())])
+        return [*bounds, T.ptx.fence.proxy.async_.shared__cta(), T.cuda.warp_sync(),
+                tirx.IfThenElse(tirx.EQ(self.lane, _number(0)), ask, None)]
+
     def wait_scores(self, done, tiles, key_tile):
         # The peeled first tile has no product in front of it.
         return [T.ptx.wgmma.wait_group.sync.aligned(0 if isinstance(key_tile, tirx.IntImm) else 1)]
 
-    def take_turn(self, done, tiles):
-        return [self.named_barrier("sync", self.warp // GROUP_WARPS)] if self.takes_turns else []
+    def last_additions(self):
+        """Shared memory must last until the additions have read it."""
+        return [_evaluate(T.ptx.cp.async_.bulk.wait_group.read(0))] if self.rings.added else []
 
-    def pass_turn(self, done, tiles):
-        following = tirx.truncmod(self.warp // GROUP_WARPS + 1, _number(self.groups))
-        return [self.named_barrier("arrive", following)] if self.takes_turns else []
 
-    @property
-    def takes_turns(self):
-        return self.ping_pong and self.groups > 1
-
-    def named_barrier(self, action, group):
-        """A barrier of the group that waits and the one that lets it go; number 0 is that of the whole block."""
-        return getattr(T.ptx.bar, action)(tirx.Cast("uint32", group + 1), _number(2 * GROUP, "uint32"))
-
-    def first_turn(self):
-        """The last group gives the first one its turn."""
-        if not self.takes_turns:
-            return []
-        last = tirx.EQ(self.warp // GROUP_WARPS, _number(self.groups - 1))
-        return [tirx.IfThenElse(last, _evaluate(self.named_barrier("arrive", _number(0))), None)]
-
-    def last_turn(self):
-        """The turn that nobody takes any more: no barrier may be left with threads that have arrived."""
-        if not self.takes_turns:
-            return []
-        return [tirx.IfThenElse(tirx.LT(self.warp, _number(GROUP_WARPS)), _evaluate(self.named_barrier("sync", _number(0))), None)]
+def _without_bounds(index, bounds):
+    """The index with variables where minima, maxima and choices stand, such as the first turn of a loop: what is not a sum or product is
+    computed in 32 bits, while the index will have 64."""
+    if isinstance(index, (tirx.Add, tirx.Sub, tirx.Mul)):
+        return type(index)(*(_without_bounds(part, bounds) for part in (index.a, index.b)))
+    if not isinstance(index, (tirx.Min, tirx.Max, tirx.Select)):
+        return index
+    var = tirx.Var("bound", index.ty)
+    bounds.append(tirx.Bind(var, once(index)))
+    return var
 
 
 def _evaluate(value):

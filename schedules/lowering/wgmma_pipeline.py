@@ -5,11 +5,11 @@ always masked: that is right for every tile, and a branch in it would make the c
 """
 from tvm import tirx
 
-from schedules.lowering import pass_lists, rewrite
+from schedules.lowering import masked_tiles, pass_lists, rewrite
 from schedules.lowering.bulk_loads import lower_bulk_loads
+from schedules.lowering.mask_bits import mask_bits
 from schedules.lowering.polynomial_exp2 import share_exponentials
 from schedules.lowering.products_in_flight import count_products, hold_probabilities
-from schedules.lowering.reduce_adds import reduce_adds
 from schedules.lowering.row_statistics import tell_statistics
 from schedules.lowering.software_pipeline import expand_overlap
 from schedules.lowering.warp_roles import read_roles, split_roles
@@ -25,7 +25,7 @@ pass_lists.register("flashtir_wgmma", [
     lower_bulk_loads(),
     *pass_lists.blocks_to_loops(),
     *pass_lists.flatten(),
-    *pass_lists.split_key_loop([rewrite.split_masked_tiles(), rewrite.mask_peeled_tile()]),
+    *pass_lists.split_key_loop([masked_tiles.split_masked_tiles(), masked_tiles.mask_peeled_tile()]),
     *pass_lists.loops_to_statements(),
     count_products(),
     split_roles(),
@@ -34,12 +34,12 @@ pass_lists.register("flashtir_wgmma", [
 ], device=[
     rewrite.lower_all_warp_memory(),
     rewrite.full_warp_mask(),
+    mask_bits(),
     rewrite.skip_rescale(),
     rewrite.hold_back(),
     hold_probabilities(),
     share_exponentials(),
     wide_stores(),
-    reduce_adds(),
     tirx.transform.ConvertSSA(),
     tirx.transform.StmtSimplify(),
     rewrite.hoist_divisions(),  # last: StmtSimplify puts the value of a binding back where it is used

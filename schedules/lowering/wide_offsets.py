@@ -5,7 +5,7 @@ from tvm import tirx
 
 from schedules.lowering.rewrite import function_pass
 
-#: Attribute of such a function.
+#: Attribute of such a function: True, or the names of those tensors that may be so large.
 WIDE_OFFSETS = "flashtir.wide_offsets"
 
 
@@ -23,8 +23,11 @@ def wide_offsets(func):
     if not (func.attrs and WIDE_OFFSETS in func.attrs):
         return func
 
+    names = None if func.attrs[WIDE_OFFSETS] is True else set(map(str, func.attrs[WIDE_OFFSETS]))
+
     def offsets(buffer, found):
-        return [_wide(index) for index in found] if buffer.scope() == "global" else found
+        wide = buffer.scope() == "global" and (names is None or buffer.name in names)
+        return [_wide(index) for index in found] if wide else found
 
     return func.with_body(tvm_ffi.structural_map(func.body, (
         (tvm.ir.TensorLoad, lambda load: tirx.BufferLoad(load.source, offsets(load.source, load.indices))),

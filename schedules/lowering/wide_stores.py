@@ -2,7 +2,7 @@
 
 In the accumulator layout the four lanes of a quad hold, of each block of eight columns, two each; stored as they lie, a warp writes 8 rows
 of 16 bytes at once, half of a memory sector each. The lanes exchange what they hold of four blocks, a transposition of 4 x 4 registers in
-two steps of a butterfly, and each then stores one whole block.
+two steps of a butterfly, and each then stores one whole block. There is no branch around a store, or one exchange would wait for another.
 """
 import tvm
 import tvm_ffi
@@ -33,7 +33,9 @@ __device__ __forceinline__ void flashtir_store_%(kind)s(void *to, int lane, bool
   unsigned ab = __shfl_xor_sync(0xffffffffu, odd ? a : b, 1), cd = __shfl_xor_sync(0xffffffffu, odd ? c : d, 1);
   a = odd ? ab : a, b = odd ? b : ab, c = odd ? cd : c, d = odd ? d : cd;
   unsigned ac = __shfl_xor_sync(0xffffffffu, upper ? a : c, 2), bd = __shfl_xor_sync(0xffffffffu, upper ? b : d, 2);
-  if (wanted) *(uint4 *)to = upper ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
+  uint4 block = upper ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %%5, 0; @p st.global.v4.b32 [%%0], {%%1, %%2, %%3, %%4};}"
+               :: "l"(to), "r"(block.x), "r"(block.y), "r"(block.z), "r"(block.w), "r"((int)wanted) : "memory");
 }
 """
 

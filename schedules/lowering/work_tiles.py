@@ -19,10 +19,12 @@ def events_in(stmts, name):
     return found
 
 
-def release_queries(work):
-    """A work tile's statements with an event behind the key loop: the scores are all computed, so the next tile's queries may come."""
-    last = max(n for n, stmt in enumerate(work) if events_in([stmt], "wait_scores"))
-    return [*work[:last + 1], tirx.Evaluate(events.release(events.Q, 0)), *work[last + 1:]]
+def release_queries(work, early):
+    """A work tile's statements with an event by which the next tile's queries may come: behind the key loop, as the scores are all
+    computed; or, where O is written in their place, behind the first scores of the tile that follows."""
+    name, last, event = ("wait_scores", -1, events.release(events.Q, 0)) if early else ("release", 0, events.release_before())
+    at = [n for n, stmt in enumerate(work) if events_in([stmt], name)][last] + 1
+    return [*work[:at], tirx.Evaluate(event), *work[at:]]
 
 
 def keys_first(work):

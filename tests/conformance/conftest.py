@@ -7,15 +7,18 @@ import tvm
 import tvm_ffi
 from tvm.target import codegen
 
+from schedules import backward
 from schedules.arch import arch_of_capability, cpu_arch, cuda_arch
 from schedules.build import schedule, signs
-from schedules.families import cpu, mma, simt, wgmma
+from schedules.families import cpu, cpu_backward, mma, simt, wgmma
 from scripts.kernels import build_artefact
+from tests.backward import Called, exported
 from tests.numbers import QUICK_LLVM
 
 #: A chip that has each family, and a plan of small tiles, for where no GPU is.
 WITHOUT_GPU = {simt: ("sm_80", simt.SimtPlan(32, 16, 8, 16, 4)), mma: ("sm_80", mma.MmaPlan(q_tile=64, kv_tile=32, warps=2)),
                wgmma: ("sm_90a", wgmma.WgmmaPlan(q_tile=64, kv_tile=64))}
+
 
 class Engine:
     """Forward functions of one family.
@@ -55,6 +58,37 @@ class Engine:
         return lambda *arguments: kernel(arguments[5] < 0 and True in signs(workload))(*arguments)
 
 
+class Gradients:
+    """Gradients of one family, by artefacts on the device that it is for.
+
+    name  the family's
+    """
+
+    def __init__(self, family, arch, folder, toolkit):
+        self.family, self.arch, self.folder, self.toolkit, self.name = family, arch, folder, toolkit, family.NAME
+        self._known = {}
+
+    def declines(self, workload):
+        """Why it does not take a workload, or None."""
+        return self.family.decline(workload, self.arch)
+
+    def backward(self, workload):
+        """The call for the gradients of a workload, tests.backward.Called; built once each."""
+        if workload not in self._known:
+            module = exported(self.family, workload, self.arch, self.folder / f"{self.name}-{workload.name}.so", self.toolkit)
+            times = 1 if backward.adds(self.family) else 2
+            self._known[workload] = Called(module, workload, tvm.runtime.device(self.arch.kind, 0), times)
+        return self._known[workload]
+
+
+def arch_here(request, is_cpu):
+    """The Arch of this machine's CPU, else of its GPU, for which the toolkit is then loaded."""
+    if is_cpu:
+        return cpu_arch(codegen.llvm_get_system_cpu(), 512, 2)
+    request.getfixturevalue("toolkit")
+    return arch_of_capability(*map(int, str(tvm.cuda(0).compute_version).split(".")))
+
+
 def _id(param):
     family, whole = param
     return family.NAME if family is cpu else f"{family.NAME}-{'cuda' if whole else 'llvm'}"
@@ -64,11 +98,18 @@ def _id(param):
     pytest.param((family, True), marks=pytest.mark.gpu) for family in WITHOUT_GPU)])
 def engine(request, tmp_path_factory):
     family, whole = request.param
-    if family is cpu:
-        arch = cpu_arch(codegen.llvm_get_system_cpu(), 512, 2)
-    elif whole:
-        request.getfixturevalue("toolkit")
-        arch = arch_of_capability(*map(int, str(tvm.cuda(0).compute_version).split(".")))
+    if whole:
+        arch = arch_here(request, family is cpu)
     else:
         arch = cuda_arch(WITHOUT_GPU[family][0])
     return Engine(family, arch, tmp_path_factory.mktemp("conformance"), whole)
+
+
+@pytest.fixture(scope="session", ids=lambda family: family.NAME, params=[
+    family if family is cpu_backward else pytest.param(family, marks=pytest.mark.gpu)
+    for families in backward.FAMILIES.values() for family in families])
+def gradients(request, tmp_path_factory):
+    family = request.param
+    arch = arch_here(request, family is cpu_backward)
+    toolkit = None if family is cpu_backward else request.getfixturevalue("toolkit")
+    return Gradients(family, arch, tmp_path_factory.mktemp("gradients"), toolkit)

@@ -1,0 +1,87 @@
+"""Gradients of tensors behind the scale on the CPU, and what the reference says of them."""
+import functools
+
+import numpy as np
+import tvm
+
+from scripts.kernels import answer_gradients
+from te_defs import operand_reference
+from te_defs.flash_attention_backward import attention_delta
+from te_defs.operand_gradients import attention_d_operand, attention_d_sink, attention_fold_parts, dtype_of
+from te_defs.workload import SINK, Workload
+from tests.backward import problem
+from tests.numbers import QUICK_LLVM
+
+
+@functools.cache
+def _delta(dtype, value_dim):
+    return tvm.compile(attention_delta(Workload(value_dim, value_dim, dtype), through_lse=True), QUICK_LLVM)
+
+
+class Plain:
+    """The functions of one argument, unscheduled, compiled: (what a backward function is handed, scale, arguments, dlse) -> gradient.
+
+    parts     of the sums of a score's operand; 0: of one part, in the operand's type
+    compiled  functions that stand in their place
+    """
+
+    def __init__(self, workload, name, parts=0, compiled=None):
+        self.workload, self.name, self.parts = workload, name, parts
+        self.number = [argument.name for argument in workload.arguments].index(name)
+        self.delta = _delta(workload.dtype, workload.value_dim)
+        self.functions = compiled or [tvm.compile(function, QUICK_LLVM) for function in self.declared(32, 16)]
+
+    def declared(self, q_tile, kv_tile):
+        if self.name == SINK.name:
+            return [attention_d_sink(self.workload)]
+        whole = [attention_d_operand(self.workload, self.name, q_tile, kv_tile, self.dtype)]
+        return [*whole, attention_fold_parts(self.workload, self.name)] if self.parts else whole
+
+    @property
+    def dtype(self):
+        return "float32" if self.parts else dtype_of(self.workload, self.name)
+
+    def __call__(self, dout, q, k, v, out, lse, scale, arguments, dlse):
+        operand, (dout, q, k, v, out, lse, dlse) = arguments[self.number], map(tvm.runtime.tensor, (dout, q, k, v, out, lse, dlse))
+        delta, behind = tvm.runtime.tensor(np.full(lse.shape, np.nan, np.float32)), [
+            tvm.runtime.tensor(x) if isinstance(x, np.ndarray) else x for x in arguments]
+        self.delta(dout, out, dlse, delta)
+        inputs = (lse, delta) if self.name == SINK.name else (dout, q, k, v, lse, delta)
+        dtype = np.float32 if self.parts else operand.dtype
+        sums = tvm.runtime.tensor(np.full((max(self.parts, 1), *operand.shape), np.nan, np.float32).astype(dtype))
+        self.functions[0](*inputs, sums, scale, *behind)
+        if not self.parts:
+            return sums.numpy()[0]
+        gradient = tvm.runtime.tensor(np.full(operand.size, np.nan, np.float32).astype(operand.dtype))
+        self.functions[1](tvm.runtime.tensor(sums.numpy().reshape(self.parts, -1)), gradient)
+        return gradient.numpy().reshape(operand.shape)
+
+
+class Called:
+    """The exported call of an artefact that makes gradients of `made`, in the same form; made twice, it gives the same bits."""
+
+    def __init__(self, module, workload, name, made, device=None):
+        self.backward, self.workload, self.made, self.device = module.flash_attention_backward, workload, made, device
+        self.name = name
+
+    def __call__(self, dout, q, k, v, out, lse, scale, arguments, dlse):
+        named, inputs = dict(zip([argument.name for argument in self.workload.arguments], arguments)), (dout, q, k, v, out, lse)
+        if self.workload.lengths == "packed":
+            inputs, dlse = [array[0] for array in inputs], dlse[0]
+            arguments = (*arguments, int(np.diff(arguments[-2]).max(initial=0)))  # max_k, from cu_seqlens_k
+        operands = [named[name] for name in self.made]
+        asked = scale, (*arguments, dlse), self.device
+        first, again = (answer_gradients(self.backward, inputs, *asked, operands=operands) for _ in range(2))
+        assert [array.tobytes() for array in first] == [array.tobytes() for array in again], "two runs differ"
+        return dict(zip(self.made, first[3:]))[self.name]
+
+
+def verdict(function, workload, name, shape, scale, arguments, lengths=(), seed=0, through_lse=True):
+    """None where the gradient of an argument is right on seeded inputs, else the reference's sentence."""
+    scale, size = float(np.float32(scale)), (shape.batch, shape.q_heads, shape.q_len)
+    dlse = np.random.default_rng([seed, 2]).standard_normal(size, np.float32) * np.float32(through_lse)
+    given, *_ = problem(workload, shape, scale, arguments, lengths, seed, dlse=dlse)
+    answer = operand_reference.gradient_of(workload, name, *given, scale, arguments, lengths, dlse)
+    bound = operand_reference.tolerance(workload, name, *given[:4], answer, scale, arguments, lengths, dlse)
+    found = function(*given, scale, (*arguments, *lengths), dlse)
+    return operand_reference.mismatch(name, found, answer, bound)

@@ -1,0 +1,63 @@
+"""O by the tensor memory accelerator: where lanes put what they hold, and which kernels store so."""
+import collections
+import itertools
+import re
+
+import pytest
+import tvm
+from tvm.tirx.compilation_pipeline import get_tir_pipeline
+
+from schedules.arch import cuda_arch
+from schedules.build import schedule
+from schedules.families import wgmma, wgmma_backward
+from schedules.intrinsics.wgmma_exchange import CHUNK, LINE
+from schedules.lowering import bulk_stores
+from te_defs.workload import Workload
+
+ARCH = cuda_arch("sm_90a")
+
+
+def test_matrices_lie_as_the_accelerator_swizzles_them():
+    """A lane gives the address of a row of one matrix, and holds two columns of a row of each (PTX, stmatrix)."""
+    for lane, column, block, half, pair in itertools.product(range(32), range(0, CHUNK, bulk_stores.STEP), range(2), range(2), range(2)):
+        row, place = half * 8 + lane // 4, column + block * 8 + lane % 4 * 2 + pair
+        found = bulk_stores.matrix_line((block * 2 + half) * 8 + lane // 4, column) + lane % 4 * 4 + pair * 2
+        assert found == row * LINE + (place // 8 ^ row % 8) * 16 + place % 8 * 2
+
+
+def calls_of(name, changes):
+    """How often a kernel calls functions that store O, once roles are split, by their names without prefix."""
+    workload = Workload.parse(name)
+    return stores_of(schedule(wgmma, workload, wgmma.default_plan(workload, ARCH).but(**changes)).mod["main"])
+
+
+def stores_of(func):
+    func = func.with_attr("target", ARCH.target())
+    with ARCH.target(), tvm.transform.PassContext(config=wgmma.CONFIG):
+        mod = get_tir_pipeline(wgmma.PIPELINE)[0](tvm.IRModule({"main": func}))
+    return collections.Counter(re.findall(r'"flashtir_(store_output|bulk_[a-z]+)\w*"', mod.script()))
+
+
+@pytest.mark.parametrize("name, changes, reads", [
+    ("fwd_d64_dv64_f16_full", {}, 2), ("fwd_d128_dv128_bf16_causal", {}, 2), ("fwd_d128_dv64_f16_window+softcap+keys", {}, 2),
+    ("fwd_d128_dv128_f16_full", dict(blocks=0, query_stages=1), 1)], ids=str)
+def test_rows_go_out_in_boxes(name, changes, reads):
+    """Shared memory is waited for before the next tile's queries may come, and at the end."""
+    channels = Workload.parse(name).value_dim
+    assert calls_of(name, changes) == {"store_output": channels // bulk_stores.STEP, "bulk_store": channels // CHUNK, "bulk_commit": 1,
+                                       "bulk_read": reads}
+
+
+@pytest.mark.parametrize("name, changes", [
+    ("fwd_d128_dv128_f16_full+packed", {}), ("fwd_d96_dv96_f16_full", {}), ("fwd_d64_dv128_f16_full", {}),
+    ("fwd_d128_dv128_f16_full", dict(query_stages=1))], ids=str)
+def test_lanes_store_rows_themselves(name, changes):
+    """Where sequences end inside a tile, rows are no whole chunks, the queries' place is too small, or the next ones want it."""
+    assert calls_of(name, changes) == {}
+
+
+@pytest.mark.parametrize("role", ["dq", "dk_dv"])
+def test_lanes_store_gradients_themselves(role):
+    workload = Workload.parse("fwd_d128_dv128_f16_causal")
+    plan = wgmma_backward.default_plan(role, workload, ARCH)
+    assert stores_of(wgmma_backward.schedule(role, workload, plan).mod["main"]) == {}

@@ -40,8 +40,10 @@ def compiled():
 
 
 @pytest.mark.parametrize("case", ["ragged", "few_keys", "grouped", "no_keys"])
-@pytest.mark.parametrize("stages", range(1, len(STAGES) + 1), ids=STAGES)
-@pytest.mark.parametrize("workload", [CAUSAL, FULL, WIDENED], ids=lambda w: w.name)
+@pytest.mark.parametrize("workload, stages", [
+    *((CAUSAL, stages) for stages in range(1, len(STAGES) + 1)),
+    *((workload, stages) for workload in (FULL, WIDENED) for stages in (1, len(STAGES) // 2, len(STAGES)))],
+    ids=lambda value: STAGES[value - 1] if isinstance(value, int) else value.name)
 def test_numbers_after_each_stage(compiled, workload, stages, case):
     assert verdict(compiled(workload, stages=stages), workload, *RAGGED[case]) is None
 

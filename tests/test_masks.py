@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 HERE = cpu_arch(codegen.llvm_get_system_cpu(), 512, 2)
 OTHERS = [mask for mask in MASKS if mask not in ("full", "causal")]
 WINDOW = Workload(64, 64, "float32", "window")
+SMALL = simt.SimtPlan(q_tile=32, kv_tile=16, thread_rows=8, thread_columns=16, unroll=4)
 
 
 class TestSkippedTiles:
@@ -52,11 +53,12 @@ class TestSkippedTiles:
     (mma, "float16", "sm_80", (64,)), (wgmma, "float16", "sm_90a", (64, 128)), (simt, "float32", "sm_80", (64,))],
     ids=["mma", "wgmma", "simt"])
 def test_seeds_compile(toolkit, family, dtype, arch, dims, mask):
+    """Those of mma and wgmma; of simt small tiles, since TVM's simplifier takes most of a minute over the mask of its seed."""
     if family is simt and mask != "window":
-        pytest.skip("one will do, nvcc takes long over it")
+        pytest.skip("one will do, TVM takes long over it")
     for dim in dims:
         workload, row = Workload(dim, dim, dtype, mask), cuda_arch(arch)
-        plan = family.default_plan(workload, row)
+        plan = SMALL if family is simt else family.default_plan(workload, row)
         with cuda_compiler(toolkit, (arch,), CudaOptions(**family.compiler_options(plan))) as log:
             build(schedule(family, workload, plan).mod, family, row)
         assert log.last.warnings == ()

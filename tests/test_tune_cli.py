@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 #: A workload and a length that take moments.
-SMALL = ("--workload", "fwd_d16_dv8_f32_causal", "--target", "cpu", "--length", "64", "--workers", "2")
+SMALL = ("--workload", "fwd_d16_dv8_f32_causal", "--target", "cpu", "--length", "64", "--workers", "1")
 NAME = "fwd_d16_dv8_f32_causal"
 
 
@@ -40,8 +40,8 @@ def only_stand_in(monkeypatch):
 def tuned(tmp_path_factory):
     """(folder of logs, output) after a first session of 3 trials; the families are real ones."""
     logs = tmp_path_factory.mktemp("logs")
-    done = subprocess.run([sys.executable, "-m", "scripts.tune", *SMALL, "--logs", str(logs), "--trials", "3", "--seed", "3"], cwd=ROOT,
-                          capture_output=True, text=True)
+    what = [*SMALL, "--workers", "2", "--logs", str(logs), "--trials", "3", "--seed", "3"]
+    done = subprocess.run([sys.executable, "-m", "scripts.tune", *what], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return logs, done.stdout
 

@@ -167,6 +167,7 @@ def test_seeds_of_mma_compile(toolkit, figures, workload, sm):
     for instruction in ("ldmatrix.sync.aligned.m8n8.x4.trans", "mma.sync.aligned.m16n8k16", "cp.async.cg",
                         "red.relaxed.gpu.global.add.v4.f32"):
         assert instruction in source
+    assert ("mbarrier.arrive" in source) == (plan.parts > 1)
     assert not any(kernel.warnings for kernel in log.kernels)
     kernel = log.kernels[0]
     figures(f"mma backward fused {workload.name} {sm}",

@@ -11,7 +11,8 @@ operands. Tiles of 16 keys a warp would do without that, and read each tile that
 The budget, as mma_backward's. A turn is bound by shared memory: a product of r x c warps reads its first operand c times, its second r
 times, at 128 bytes a clock. d 128, 64 queries and 128 keys: 128 KiB for S and for dP, 96 for dV and for dK, 128 for dQ, 64 to hand over and
 to load, 5,100 clocks; mma.sync takes 2,600 at the nominal rate of sm_90. d 64, 32 queries: 160 KiB, 1,300 clocks; 640.
-A turn has two barriers (lowering.few_barriers), one behind the wait for its tiles and one behind what is handed over.
+A turn has two barriers (lowering.few_barriers), one behind the wait for its tiles and one behind what is handed over; at 128 channels three
+in two parts each, with a product between.
 
 Pictures are those of d 64, float16, causal.
 """
@@ -23,7 +24,7 @@ from schedules.families.backward_roles import MMA_FUSED, MMA_FUSED_HANDED
 from schedules.families.mma_backward import BINDS_AT, CONFIG, PIPELINE, STRIDED  # noqa: F401, the same here
 from schedules.families.mma_backward_plan import OTHER_REGISTERS, MmaBackwardPlan, compiler_options  # noqa: F401, the same here
 from schedules.intrinsics import mma as intrinsics
-from schedules.lowering import reduce_adds
+from schedules.lowering import meetings, reduce_adds
 from schedules.plan import Budget, first_of, fitting, require
 from schedules.stages import loops_of, own_fragment, own_rows, read_index
 
@@ -89,7 +90,7 @@ def budget(workload, arch, plan):
                                ("q_tile", plan.q_tile, plan.query_rows), ("head_dim", d, plan.warps // plan.query_rows)):
         require(blocks and size % (16 * blocks) == 0, f"{name} must be whole blocks of 16 for each of {blocks} parts", size,
                 "change either")
-    exchange = 2 * len(handed(plan)) * plan.kv_tile * (plan.q_tile + gap(plan))
+    exchange = 2 * len(handed(plan)) * plan.kv_tile * (plan.q_tile + gap(plan)) + meetings.BYTES
     return Budget((
         ("threads", threads, arch.threads_per_block, "of a block"),
         ("shared memory", 2 * (plan.kv_tile + 2 * plan.q_tile) * (d + dv) + exchange + 8 * plan.q_tile, arch.smem_bytes, "bytes"),
@@ -176,7 +177,8 @@ def bind_exchange(sch, plan, role):
 
 
 def order_turn(sch, plan, role):
-    """Ask for tiles a turn ahead; where all is handed over, S and dP come first and the products with what was handed over last.
+    """Ask for tiles a turn ahead. Where all is handed over, a product stands between each arrival of the threads and their meeting: dP
+    while P is handed over, dV while dS is, and dK while warps come to the end of their turn.
 
     Loop nest::
 
@@ -202,12 +204,13 @@ def order_turn(sch, plan, role):
                         c_1_3 in 2  unrolled
                           dQ_sum
     """
-    executed, last = role.statements, "dQ_sum"
+    executed, places = role.statements, {"last": "dQ_sum"}
     if plan.parts > 1:
-        last = "dK_acc_new"
-        for names, behind in ((("dP_init", "dP"), "S"), (("dV_init", "dV_acc_new"), "dS_cast_warp"), (("dK_init", "dK_acc_new"), "dQ_sum")):
+        places = {"last": "dQ_part", "asked": "dS_cast_warp"}
+        for names, behind in ((("dV_init", "dV_acc_new"), "dS_cast_warp"), (("dK_init", "dK_acc_new"), "dQ_sum")):
             executed = mma_turns.moved(executed, names, behind)
-    mma_turns.order(sch, loops_of(sch, role.turn)[-1], role.statements, executed, last)
+        mma_turns.arrive_behind(sch, *handed(plan), mma_turns.STORE.format(mma_turns.STATISTICS[-1]))
+    mma_turns.order(sch, loops_of(sch, role.turn)[-1], role.statements, executed, **places)
 
 
 STAGES = (place_exchange, mma_backward.place_buffers, mma_backward.lay_out_fragments, lay_out_exchange, wgmma_fused_backward.lay_out_memory,

@@ -5,6 +5,9 @@ two would do. This pass runs behind it. In each loop that issues asynchronous co
 goes through the turn, statement by statement, with the accesses that no barrier has settled yet: where one of them and an access of the
 next statement are to the same copy of a buffer and one writes, a barrier goes in between. Who waits for an asynchronous copy has written
 it at that moment. A turn begins with what the one before has left open; the loop has a barrier in front and behind.
+
+Where a schedule marks statements, barriers have two parts (lowering.meetings): threads arrive behind these statements, and meet in front of
+the first one that must not run before what others did up to there. Copies are then awaited at the last arrival of a turn.
 """
 from dataclasses import dataclass
 
@@ -14,11 +17,15 @@ from tvm import tirx
 from tvm.script import tirx as T
 from tvm.sym import Analyzer
 
+from schedules.lowering.meetings import Meetings
 from schedules.lowering.rewrite import function_pass, is_call, substitute
 
 #: Attribute of a function whose loops are to have few barriers.
 FEW_BARRIERS = "flashtir.few_barriers"
-_SYNC, _COMMIT, _WAIT = "tvm_storage_sync", "async_commit_queue_scope", "async_wait_queue_scope"
+#: Mark of a loop behind which threads arrive.
+ARRIVE = "pragma_flashtir_arrive"
+_SYNC, _COMMIT, _WAIT, _COUNT = (
+    "tvm_storage_sync", "async_commit_queue_scope", "async_wait_queue_scope", "async_wait_inflight_count")
 _READ, _WRITE = 1, 2
 
 
@@ -46,18 +53,49 @@ def few_barriers(func):
     if not (func.attrs and FEW_BARRIERS in func.attrs):
         return func
 
+    meetings = Meetings()
+
     def place(loop):
         stmts = _statements(loop.body)
         copying = [stmt for stmt in stmts if _has_mark(stmt, _COMMIT)]
         if not copying or any(_is_serial(stmt) for stmt in copying):
             return loop
         stmts = [stmt for stmt in map(_without_barriers, stmts) if stmt is not None]
+        if any(_has_mark(stmt, ARRIVE) for stmt in stmts):
+            return _with_meetings(loop, stmts, meetings)
         before = _places(stmts, loop.loop_var)
-        body = tirx.SeqStmt([part for n, stmt in enumerate(stmts) for part in (_behind_barrier(stmt) if n in before else [stmt])])
-        loop = tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, None, loop.annotations, loop.step)
-        return tirx.SeqStmt([_barrier(), loop, _barrier()])
+        body = [part for n, stmt in enumerate(stmts) for part in (_behind_barrier(stmt) if n in before else [stmt])]
+        return tirx.SeqStmt([_barrier(), _with_body(loop, body), _barrier()])
 
-    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, place)))
+    body = tvm_ffi.structural_map(func.body, (tirx.For, place))
+    return func.with_body(meetings.opened(body) if meetings.used else body)
+
+
+def _with_body(loop, stmts):
+    return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, tirx.SeqStmt(stmts), None, loop.annotations, loop.step)
+
+
+def _with_meetings(loop, stmts, meetings):
+    """The loop with barriers in two parts. What a turn says and the next one meets is said before the loop, too, and met behind it."""
+    arrivals, (wait,) = ([n for n, stmt in enumerate(stmts) if _has_mark(stmt, mark)] for mark in (ARRIVE, _WAIT))
+    (before, on), marks = _meeting_places(stmts, loop.loop_var, arrivals), []
+    tvm_ffi.structural_walk(stmts[wait], (tirx.AttrStmt, lambda it: marks.append(it) if it.attr_key in (_WAIT, _COUNT) else None))
+
+    def awaited(stmt):
+        for mark in sorted(marks, key=lambda it: it.attr_key == _WAIT):  # the count stands inside
+            stmt = tirx.AttrStmt(mark.node, mark.attr_key, mark.value, stmt)
+        return stmt
+
+    def unmarked(stmt):
+        return tvm_ffi.structural_map(stmt, (tirx.AttrStmt, lambda it: it.body if it.attr_key in (_WAIT, _COUNT, ARRIVE) else it))
+
+    body = []
+    for n, stmt in enumerate(stmts):
+        body += [*([meetings.meet()] if n in before else ()), unmarked(stmt)]
+        if n in arrivals:
+            body.append(awaited(meetings.arrive()) if n == arrivals[-1] else meetings.arrive())
+    front, behind = ([meetings.arrive()], [meetings.meet()]) if on else ([], [])
+    return tirx.SeqStmt([awaited(_barrier()), *front, _with_body(loop, body), *behind, _barrier()])
 
 
 def _barrier():
@@ -96,7 +134,7 @@ def _behind_barrier(stmt):
         return [_barrier(), stmt]
 
     def inside(mark):
-        if mark.attr_key != "async_wait_inflight_count":
+        if mark.attr_key != _COUNT:
             return mark
         return tirx.AttrStmt(mark.node, mark.attr_key, mark.value, tirx.SeqStmt([_barrier(), mark.body]))
     return [tvm_ffi.structural_map(stmt, (tirx.AttrStmt, inside))]
@@ -139,10 +177,15 @@ def _accesses(stmts, turn):
     return [of(stmt) for stmt in stmts]
 
 
+def _accesses_and_copies(stmts, turn):
+    """(accesses, those by which copies are written) of each statement."""
+    accesses = _accesses(stmts, turn)
+    return accesses, [{it for it in found if it.writes} if _has_mark(stmt, _COMMIT) else set() for stmt, found in zip(stmts, accesses)]
+
+
 def _places(stmts, turn):
     """Numbers of the statements that a barrier must stand in front of."""
-    accesses = _accesses(stmts, turn)
-    copied = [{it for it in found if it.writes} if _has_mark(stmt, _COMMIT) else set() for stmt, found in zip(stmts, accesses)]
+    accesses, copied = _accesses_and_copies(stmts, turn)
     waits = [_has_mark(stmt, _WAIT) for stmt in stmts]
     pending = {it.a_turn_later() for some in copied for it in some}
     places, known, unsettled = set(), None, set()
@@ -159,3 +202,25 @@ def _places(stmts, turn):
             pending |= copied[n]
         unsettled, pending = ({it.a_turn_later() for it in some} for some in (unsettled, pending))
     return places
+
+
+def _meeting_places(stmts, turn, arrivals):
+    """(numbers of the statements that threads must meet in front of, one behind each arrival; whether the last one is behind the turn)."""
+    accesses, copied = _accesses_and_copies(stmts, turn)
+    places, known, open_, covered, pending, arrived = set(), None, set(), set(), set(), False
+    while places != known:
+        known = set(places)
+        for n, found in enumerate(accesses):
+            if any(it.meets(other) for it in found for other in open_):
+                raise ValueError(f"threads must arrive between accesses to the same memory, found no mark in front of statement {n} of a "
+                                 "turn: mark one before it")
+            if n in places or any(it.meets(other) for it in found for other in covered) or n in arrivals and arrived:
+                places.add(n)
+                covered, arrived = set(), False
+            open_ |= found
+            pending |= copied[n]
+            if n in arrivals:
+                late = pending if n == arrivals[-1] else set()
+                covered, open_, pending, arrived = open_ | late, set(), pending - late, True
+        open_, covered, pending = ({it.a_turn_later() for it in some} for some in (open_, covered, pending))
+    return places, arrived

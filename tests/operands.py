@@ -58,7 +58,8 @@ class Plain:
 
 
 class Called:
-    """The exported call of an artefact that makes gradients of `made`, in the same form; made twice, it gives the same bits."""
+    """The exported call of an artefact that makes gradients of `made`, in the same form; made twice, it gives the same bits of these, in
+    whichever order dQ is summed."""
 
     def __init__(self, module, workload, name, made, device=None):
         self.backward, self.workload, self.made, self.device = module.flash_attention_backward, workload, made, device
@@ -67,13 +68,13 @@ class Called:
     def __call__(self, dout, q, k, v, out, lse, scale, arguments, dlse):
         named, inputs = dict(zip([argument.name for argument in self.workload.arguments], arguments)), (dout, q, k, v, out, lse)
         if self.workload.lengths == "packed":
-            inputs, dlse = [array[0] for array in inputs], dlse[0]
+            dlse = dlse[0]
             arguments = (*arguments, int(np.diff(arguments[-2]).max(initial=0)))  # max_k, from cu_seqlens_k
         operands = [named[name] for name in self.made]
-        asked = scale, (*arguments, dlse), self.device
-        first, again = (answer_gradients(self.backward, inputs, *asked, operands=operands) for _ in range(2))
+        asked = {"without_batch": self.workload.lengths == "packed", "operands": operands}
+        first, again = (answer_gradients(self.backward, inputs, scale, (*arguments, dlse), self.device, **asked)[3:] for _ in range(2))
         assert [array.tobytes() for array in first] == [array.tobytes() for array in again], "two runs differ"
-        return dict(zip(self.made, first[3:]))[self.name]
+        return dict(zip(self.made, first))[self.name]
 
 
 def verdict(function, workload, name, shape, scale, arguments, lengths=(), seed=0, through_lse=True):

@@ -9,7 +9,7 @@ from tvm.tirx.compilation_pipeline import get_tir_pipeline
 
 from schedules.arch import cuda_arch
 from schedules.build import schedule
-from schedules.families import wgmma
+from schedules.families import wgmma, wgmma_backward, wgmma_fused_backward
 from schedules.intrinsics.wgmma_exchange import CHUNK, LINE
 from schedules.lowering import bulk_stores
 from te_defs.workload import Workload
@@ -28,7 +28,12 @@ def test_matrices_lie_as_the_accelerator_swizzles_them():
 def calls_of(name, changes):
     """How often a kernel calls functions that store O, once roles are split, by their names without prefix."""
     workload = Workload.parse(name)
-    func = schedule(wgmma, workload, wgmma.default_plan(workload, ARCH).but(**changes)).mod["main"].with_attr("target", ARCH.target())
+    return calls_in(schedule(wgmma, workload, wgmma.default_plan(workload, ARCH).but(**changes)))
+
+
+def calls_in(sch):
+    """The same of a Schedule."""
+    func = sch.mod["main"].with_attr("target", ARCH.target())
     with ARCH.target(), tvm.transform.PassContext(config=wgmma.CONFIG):
         mod = get_tir_pipeline(wgmma.PIPELINE)[0](tvm.IRModule({"main": func}))
     return collections.Counter(re.findall(r'"flashtir_(store_output|bulk_[a-z]+)\w*"', mod.script()))
@@ -50,3 +55,9 @@ def test_rows_go_out_in_boxes(name, changes, reads):
 def test_lanes_store_rows_themselves(name, changes):
     """Where sequences end inside a tile, rows are no whole chunks, the queries' place is too small, or the next ones want it."""
     assert calls_of(name, changes) == {}
+
+
+def test_where_queries_come_by_they_have_no_place_for_what_is_written():
+    workload = Workload.parse("fwd_d64_dv64_f16_full")
+    assert calls_in(wgmma_backward.schedule("dk_dv", workload, wgmma_backward.default_plan("dk_dv", workload, ARCH))) == {}
+    assert calls_in(wgmma_fused_backward.schedule(workload, wgmma_fused_backward.default_plan(workload, ARCH))) == {}

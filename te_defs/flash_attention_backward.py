@@ -259,7 +259,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
                     with T.sblock("rows"):
                         ve = T.axis.opaque(H // G, e)
                         vt = T.axis.opaque(T.max(tiles_of(N, q_tile), 1), t)
-                        tile = T.meta_var(first + (query_sum.turned(given.mask, vt, turns, vr * max(kv_tile // q_tile, 1)) if ADDS else vt))
+                        tile = T.meta_var(first + (query_sum.turned(given, vt, turns, vr * max(kv_tile // q_tile, 1)) if ADDS else vt))
                         h, q0 = T.meta_var((vg * (H // G) + ve, tile * q_tile))
                         Q_tile = T.sblock_alloc_buffer((q_tile, TILE_D), dtype)
                         dO_tile = T.sblock_alloc_buffer((q_tile, TILE_DV), dtype)

@@ -54,11 +54,12 @@ class QuerySum:
         IRBuilder.name("dQ_sum", self.tensor)
         return self.tensor
 
-    def turned(self, mask, turn, turns, first):
+    def turned(self, given, turn, turns, first):
         """The turn whose tile of queries is visited in a turn. Where all tiles of keys visit the same ones, each begins with another, its
         `first`, so that not all that run side by side read and add to the same rows; who asks whether a tile is whole may ask with either.
+        Lengths that arrive with a call are bound in a block, and TVM could not tell which tile a turn writes: there turns are as they are.
         """
-        return rotated(turn, turns, first) if visits_all(mask) else turn
+        return rotated(turn, turns, first) if visits_all(given.mask) and not given.tables else turn
 
     def add(self, dS_cast, K_tile, b, rows, h, t):
         """Add dS K to a head's tile t of the sums of batch entry b, whose rows are a te_defs.lengths.Part."""

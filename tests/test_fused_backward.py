@@ -74,11 +74,17 @@ def test_turns_are_rotated_where_all_are_visited(mask, rotates):
 
 @pytest.mark.parametrize("lengths", ["uniform", "keys", "packed"])
 def test_rotated_turns(lengths):
-    """Several tiles each way, with two tiles of queries for one of keys; each packed sequence has turns of its own."""
+    """Several tiles each way, with two tiles of queries for one of keys; where lengths arrive with the call, turns are not rotated."""
     it = Workload(16, 24, "float32", "full", lengths=lengths)
     (batch, rows, keys), tables = sample(lengths, 3, 150, 130)
     tables = (*tables, int(np.diff(tables[1]).max())) if lengths == "packed" else tables
     assert verdict(Fused(it, 16, 32), it, Shape(batch, 4, 2, rows, keys), 0.25, (), tables) is None
+
+
+@pytest.mark.parametrize("lengths", ["keys", "packed"])
+def test_lengths_are_scheduled(lengths):
+    it = replace(FULL, lengths=lengths)
+    assert wgmma_fused_backward.schedule(it, wgmma_fused_backward.default_plan(it, ARCH)).mod["main"].attrs
 
 
 def unbound_functions(workload, plan):

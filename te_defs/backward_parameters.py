@@ -64,12 +64,6 @@ class Parameters:
             return tirx.And(below, t < tirx.Select(end < n, end // q_tile, tiles_of(n, q_tile)) - first)
         return first, turns, whole
 
-    @property
-    def all_queries(self):
-        """Whether every key may be seen by all queries, and the mask says so: then all tiles of keys visit the same tiles of queries."""
-        j, n, m = (tirx.Var(name, "int32") for name in "jnm")
-        return self.mask.knows_queries and isinstance(self.mask.query_begin(j, n, m), int) and n.same_as(self.mask.query_end(j, n, m))
-
     def key_tiles(self, q0, q_tile, kv_tile, n, m):
         """(tiles, number, whole) of the key tiles that a row of the tile from q0 on sees: they run down from `tiles` - 1. As above, but
         that keys past the end are seen by no row."""

@@ -71,12 +71,6 @@ def attention_delta(workload, through_lse=False):
     return tirx.PrimFunc([param for param in delta_of.params if param.name != "dLSE"], delta_of.body, delta_of.ret_type, delta_of.attrs)
 
 
-def rotated(turn, turns, first):
-    """The tile of a turn when turns begin with a tile, counted round, and go round: who adds up what tiles add then meets others less."""
-    turned = turn + tirx.floormod(first, turns)
-    return turned - turns * tirx.Cast("int32", turned >= turns)  # not as a choice, which TVM would take for a range of tiles
-
-
 def load_statistics(LSE_tile, delta_tile, exists, lse, delta):
     """Statistics of a tile's rows: LSE in base 2, infinite for rows that do not exist or see no key, and delta."""
     infinite = T.infinity("float32")
@@ -119,14 +113,12 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
 
     q_tile         query rows of a tile (Br in the paper)
     kv_tile        key rows of a tile (Bc)
-    query_sum      a te_defs.fused_backward.QuerySum, which adds dQ up as well; None: nothing does. Where all key tiles visit the same query
-                   tiles, each then begins at another one, so that not all that run side by side add to the same rows at once
+    query_sum      a te_defs.fused_backward.QuerySum, which adds dQ up as well; None: nothing does
     channel_steps  what the channels of products and of tiles are rounded up to: there zeros stand, in sums and gradients none
     """
     dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, Parameters(workload)
     (PRODUCT_D, PRODUCT_DV), (TILE_D, TILE_DV) = ([round_up(size, step) for size in (D, DV)] for step in channel_steps)
     PACKED, BOUND, ADDS = workload.lengths == "packed", bool(given.tables), query_sum is not None
-    ROTATES = ADDS and given.all_queries
 
     def stored(value, j, m):
         """What key row j gets: past the length of its batch entry zero."""
@@ -172,8 +164,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
                     with T.sblock("rows"):
                         ve = T.axis.opaque(H // G, e)
                         vt = T.axis.opaque(T.max(tiles_of(N, q_tile), 1), t)
-                        # `whole` asks for the turn, not the tile: where turns are rotated, it is the same for all of them.
-                        tile = T.meta_var(first + (rotated(vt, turns, vr * max(kv_tile // q_tile, 1)) if ROTATES else vt))
+                        tile = T.meta_var(first + (query_sum.turned(given, vt, turns, vr * max(kv_tile // q_tile, 1)) if ADDS else vt))
                         h, q0 = T.meta_var((vg * (H // G) + ve, tile * q_tile))
                         Q_tile = T.sblock_alloc_buffer((q_tile, TILE_D), dtype)
                         dO_tile = T.sblock_alloc_buffer((q_tile, TILE_DV), dtype)

@@ -31,6 +31,18 @@ def first_tile(b, part, q_tile):
     return 0 if isinstance(part.first_query, int) else part.first_query // q_tile + b
 
 
+def visits_all(mask):
+    """Whether a mask says that every key may be seen by all queries: then all tiles of keys visit the same tiles of queries."""
+    j, n, m = (tirx.Var(name, "int32") for name in "jnm")
+    return mask.knows_queries and isinstance(mask.query_begin(j, n, m), int) and n.same_as(mask.query_end(j, n, m))
+
+
+def rotated(turn, turns, first):
+    """What turn it is for those who begin with turn `first`, counted round, and go round."""
+    turned = turn + tirx.floormod(first, turns)
+    return turned - turns * tirx.Cast("int32", turned >= turns)  # not as a choice, which TVM would take for a range of tiles
+
+
 class QuerySum:
     """What `attention_dk_dv` does besides: it builds the blocks that add up dQ."""
 
@@ -42,6 +54,13 @@ class QuerySum:
         self.tensor = T.match_buffer(T.arg("d_s", T.handle()), (B, H, tirx.Var("tiles", "int32"), q_tile, D), "float32", align=4)
         IRBuilder.name("dQ_sum", self.tensor)
         return self.tensor
+
+    def turned(self, given, turn, turns, first):
+        """The turn whose tile of queries is visited in a turn. Where all tiles of keys visit the same ones, each begins with another, its
+        `first`, so that not all that run side by side read and add to the same rows; who asks whether a tile is whole may ask with either.
+        Lengths that arrive with a call are bound in a block, and TVM could not tell which tile a turn writes: there turns are as they are.
+        """
+        return rotated(turn, turns, first) if visits_all(given.mask) and not given.tables else turn
 
     def add(self, dS_cast, K_tile, b, rows, h, t):
         """Add dS K to a head's tile t of the sums of batch entry b, whose rows are a te_defs.lengths.Part."""

@@ -9,7 +9,7 @@ from tvm.tirx.compilation_pipeline import get_tir_pipeline
 
 from schedules.arch import cuda_arch
 from schedules.build import schedule
-from schedules.families import wgmma, wgmma_backward
+from schedules.families import wgmma, wgmma_backward, wgmma_fused_backward
 from schedules.intrinsics.wgmma_exchange import CHUNK, LINE
 from schedules.lowering import bulk_stores
 from te_defs.workload import Workload
@@ -28,11 +28,12 @@ def test_matrices_lie_as_the_accelerator_swizzles_them():
 def calls_of(name, changes):
     """How often a kernel calls functions that store O, once roles are split, by their names without prefix."""
     workload = Workload.parse(name)
-    return stores_of(schedule(wgmma, workload, wgmma.default_plan(workload, ARCH).but(**changes)).mod["main"])
+    return calls_in(schedule(wgmma, workload, wgmma.default_plan(workload, ARCH).but(**changes)))
 
 
-def stores_of(func):
-    func = func.with_attr("target", ARCH.target())
+def calls_in(sch):
+    """The same of a Schedule."""
+    func = sch.mod["main"].with_attr("target", ARCH.target())
     with ARCH.target(), tvm.transform.PassContext(config=wgmma.CONFIG):
         mod = get_tir_pipeline(wgmma.PIPELINE)[0](tvm.IRModule({"main": func}))
     return collections.Counter(re.findall(r'"flashtir_(store_output|bulk_[a-z]+)\w*"', mod.script()))
@@ -59,5 +60,9 @@ def test_lanes_store_rows_themselves(name, changes):
 @pytest.mark.parametrize("role", ["dq", "dk_dv"])
 def test_lanes_store_gradients_themselves(role):
     workload = Workload.parse("fwd_d128_dv128_f16_causal")
-    plan = wgmma_backward.default_plan(role, workload, ARCH)
-    assert stores_of(wgmma_backward.schedule(role, workload, plan).mod["main"]) == {}
+    assert calls_in(wgmma_backward.schedule(role, workload, wgmma_backward.default_plan(role, workload, ARCH))) == {}
+
+
+def test_where_dq_is_added_up_lanes_store_the_others_themselves():
+    workload = Workload.parse("fwd_d64_dv64_f16_full")
+    assert calls_in(wgmma_fused_backward.schedule(workload, wgmma_fused_backward.default_plan(workload, ARCH))) == {}

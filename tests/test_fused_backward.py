@@ -19,10 +19,10 @@ from schedules.families import dq_cast, mma_fused_backward, wgmma_fused_backward
 from schedules.families.mma_fused_backward import MmaFusedBackwardPlan
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.plan import PlanError
-from te_defs.backward_parameters import Parameters
-from te_defs.flash_attention_backward import attention_delta, rotated
-from te_defs.fused_backward import attention_dk_dv_dq, attention_dq_cast, attention_dq_zeros
+from te_defs.flash_attention_backward import attention_delta
+from te_defs.fused_backward import attention_dk_dv_dq, attention_dq_cast, attention_dq_zeros, rotated, visits_all
 from te_defs.lengths import sample
+from te_defs.masks import Causal, CausalTopLeft, Full, Prefix, Window
 from te_defs.workload import Shape, Workload
 from tests.backward import Called, Fused, check_ragged, problem, unbound, verdict
 from tests.numbers import QUICK_LLVM
@@ -74,19 +74,24 @@ def test_key_tiles_begin_at_different_query_tiles_and_visit_all():
         assert [order[0] for order in orders] == [2 * tile % turns for tile in range(9)]
 
 
-@pytest.mark.parametrize("mask, rotates", [
-    ("full", True), ("causal", False), ("causal_top_left", False), ("window", False), ("prefix", False)])
+@pytest.mark.parametrize("mask, rotates", [(Full, True), (Causal, False), (CausalTopLeft, False), (Window, False), (Prefix, False)])
 def test_turns_are_rotated_where_all_are_visited(mask, rotates):
-    assert Parameters(Workload(16, 16, "float32", mask)).all_queries == rotates
+    assert visits_all(mask(*mask.samples[-1])) == rotates
 
 
 @pytest.mark.parametrize("lengths", ["uniform", "keys", "packed"])
 def test_rotated_turns(lengths):
-    """Several tiles each way, with two tiles of queries for one of keys; each packed sequence has turns of its own."""
+    """Several tiles each way, with two tiles of queries for one of keys; where lengths arrive with the call, turns are not rotated."""
     it = Workload(16, 24, "float32", "full", lengths=lengths)
     (batch, rows, keys), tables = sample(lengths, 3, 150, 130)
     tables = (*tables, int(np.diff(tables[1]).max())) if lengths == "packed" else tables
     assert verdict(Fused(it, 16, 32), it, Shape(batch, 4, 2, rows, keys), 0.25, (), tables) is None
+
+
+@pytest.mark.parametrize("lengths", ["keys", "packed"])
+def test_lengths_are_scheduled(lengths):
+    it = replace(FULL, lengths=lengths)
+    assert wgmma_fused_backward.schedule(it, wgmma_fused_backward.default_plan(it, ARCH)).mod["main"].attrs
 
 
 def unbound_functions(family, workload, plan):

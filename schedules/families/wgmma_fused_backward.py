@@ -38,7 +38,8 @@ SUM_BYTES = 4
 #: What a turn adds to dQ, in shared memory.
 SET_DOWN = "dQ_part_warp_shared.dyn"
 
-#: (q_tile, kv_tile, stages, loader_registers) by most channels.
+#: (q_tile, kv_tile, stages, loader_registers) by most channels. At 64, consumers need all of the 240 registers that loaders with 24 leave
+#: them; these then keep some words in memory, where nobody waits for them.
 TILES = {64: (128, 128, 2, 24), 128: (64, 128, 2, 40)}
 
 

@@ -46,6 +46,11 @@ def both(a, b):
     return tirx.And(a, b) if symbolic(a, b) else _plain(np.logical_and(a, b))
 
 
+def counted(condition):
+    """1 where the condition holds, else 0."""
+    return tirx.Cast("int32", condition) if symbolic(condition) else _plain(np.asarray(condition).astype(int))
+
+
 def select(condition, then, other):
     """`then` where the condition holds, or is an integer above zero, else `other`."""
     if not symbolic(condition, then, other):

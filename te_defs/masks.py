@@ -22,7 +22,7 @@ import tvm
 from tvm import tirx
 
 from te_defs.arguments import COUNT, Modifier, ModifierError, Operand, find, parameter, require_kinds
-from te_defs.integers import both, less, maximum, minimum, select
+from te_defs.integers import both, counted, less, maximum, minimum
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,8 @@ class Prefix(Mask):
         return minimum(maximum(i + 1, self.prefix), kv_len)
 
     def query_begin(self, j, q_len, kv_len):
-        return select(less(j, self.prefix), 0, maximum(j + q_len - kv_len, 0))
+        # Not as a choice, which TVM would take for a range of queries.
+        return maximum(j + q_len - kv_len, 0) * counted(less(self.prefix, j + 1))
 
 
 def find_mask(name):

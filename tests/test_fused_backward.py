@@ -88,9 +88,10 @@ def test_rotated_turns(lengths):
     assert verdict(Fused(it, 16, 32), it, Shape(batch, 4, 2, rows, keys), 0.25, (), tables) is None
 
 
-@pytest.mark.parametrize("lengths", ["keys", "packed"])
-def test_lengths_are_scheduled(lengths):
-    it = replace(FULL, lengths=lengths)
+@pytest.mark.parametrize("mask, lengths", [("full", "keys"), ("full", "packed"), ("prefix", "uniform"), ("prefix", "keys")])
+def test_every_mask_and_length_is_scheduled(mask, lengths):
+    """TVM must see that a turn adds to one tile."""
+    it = replace(FULL, mask=mask, lengths=lengths)
     assert wgmma_fused_backward.schedule(it, wgmma_fused_backward.default_plan(it, ARCH)).mod["main"].attrs
 
 

@@ -12,10 +12,11 @@ from schedules.artefact.cases import check_cases, write_cases
 from schedules.artefact.export import export_artefact
 from schedules.artefact.manifest import describe
 from schedules.families import cpu_operand_gradients
-from scripts import export, run
+from scripts import export
 from scripts.cli import UsageError
 from scripts.kernels import build_gradients
 from te_defs.workload import Shape, Workload, make_arguments
+from tests import commands
 from tests.backward import problem
 from tests.operands import Called, verdict
 from tests.stand_in_kernel import on_cpu
@@ -102,6 +103,7 @@ class TestNumbers:
 
     def test_the_check_cases_are_judged_by_all_gradients(self, module, tmp_path):
         write_cases(tmp_path / "check.npz", WORKLOAD, check_cases(WORKLOAD, gradients=True, operands=("bias", "sink")))
+        run = commands.imported("run")
         index, arrays = run.read_cases(tmp_path / "check.npz", WORKLOAD.name)
         (case,) = (case for case in index["cases"] if case["name"] == "grouped")
         assert list(case["operand_tolerances"]) == ["dbias", "dsink"]

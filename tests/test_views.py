@@ -131,8 +131,9 @@ class TestKernels:
         assert plain == views and plain
 
     def test_wgmma_reads_no_stride_of_an_input(self, text_of):
-        """They are told to the TMA by the host; those of the output only enter into the addresses of its stores."""
-        text = text_of(wgmma, "fwd_d64_dv64_f16_full", "sm_90a", True)
+        """They are told to the TMA by the host; those of an output that lanes store only enter into the addresses of its stores."""
+        assert re.findall(r"\w+_stride", text_of(wgmma, "fwd_d64_dv64_f16_full", "sm_90a", True)) == []
+        text = text_of(wgmma, "fwd_d96_dv96_f16_full", "sm_90a", True)
         parameters, body = text.split("{", 1)
         assert set(re.findall(r"\w+_stride", parameters)) == {"O_batch_stride", "O_row_stride", "O_head_stride"}
         assert all("flashtir_store" in line for line in body.splitlines() if "_stride" in line)

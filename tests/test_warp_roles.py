@@ -44,7 +44,7 @@ def test_none_is_left_of_the_backward_functions(role, workload):
     """And shared memory holds what the budget says, where a tile has a single copy, too."""
     plan = wgmma_backward.default_plan(role, workload, ARCH)
     mod = lowered(wgmma_backward.schedule(role, workload, plan).mod)
-    assert events_in(mod) == set() and plan.single == (workload is WIDE and role != "dv")
+    assert events_in(mod) == set() and plan.single == (workload is WIDE)
     counted = next(used for name, used, *_ in wgmma_backward.budget(role, workload, ARCH, plan).rows if name == "shared memory")
     assert shared_bytes(mod) == counted
 

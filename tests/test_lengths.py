@@ -29,6 +29,11 @@ def numbers(*values):
     return np.array(values, "int32")
 
 
+def many(rows):
+    """Where 2^19 sequences begin, of which the last has all rows."""
+    return np.array([0] * 2**19 + [rows], "int32")
+
+
 @pytest.fixture(scope="module")
 def forward(tmp_path_factory):
     """Function (workload, changes of its arguments) -> what an artefact returns."""
@@ -143,6 +148,9 @@ class TestEntry:
         (PACKED, dict(v=np.ones((M, 4, 8), "float32")), ValueError, "v.shape[1] is 4, wanted 2 as k.shape[1]"),
         (PACKED, dict(lse=np.ones((N, H), "float32")), ValueError, "lse.shape[0] is 5, wanted 4 as q.shape[1]"),
         (PACKED, dict(k=np.ones((M, 16, G), "float32").swapaxes(1, 2)), ValueError, "k has stride 2 in dimension 2, wanted 1"),
+        (PACKED, dict(q=np.ones((N, 4096, 16), "float32"), out=np.ones((N, 4096, 8), "float32"), lse=np.ones((4096, N), "float32"),
+                      cu_seqlens_q=many(N), cu_seqlens_k=many(M), max_q=N), ValueError,
+         "there are 524288 sequences of up to 5 rows and 4096 heads, wanted fewer than 2^31 tiles of 16 rows in all"),
     ], ids=lambda value: value if isinstance(value, str) else "")
     def test_what_is_wrong_is_named(self, forward, workload, changes, error, message):
         with pytest.raises(error) as caught:

@@ -81,6 +81,14 @@ static int check_table(const char *name, const DLTensor *table, DLDevice first, 
   return 0;
 }
 
+/* Kernels number the tiles of all sequences and heads with 32 bits; each sequence counts as the longest. */
+static int check_tiles(int64_t sequences, int64_t longest, int64_t heads) {
+  enum { LEAST_ROWS = 16 };
+  if ((double)sequences * (double)heads * (double)((longest + LEAST_ROWS - 1) / LEAST_ROWS) < 2147483648.0) return 0;
+  return fail("ValueError", "there are %lld sequences of up to %lld rows and %lld heads, wanted fewer than 2^31 tiles of %d rows in all: "
+              "split it over several calls", (long long)sequences, (long long)longest, (long long)heads, (int)LEAST_ROWS);
+}
+
 /* The arguments of the lengths: tables, which get no offset in `plain`, and integers. `sequences` and `longest` receive the number of
  * packed sequences, and the queries and keys of the longest. */
 static int check_lengths(const TVMFFIAny *args, TVMFFIAny *checked, DLTensor *plain, const DLTensor *q, const DLTensor *k,
@@ -105,7 +113,8 @@ static int check_lengths(const TVMFFIAny *args, TVMFFIAny *checked, DLTensor *pl
   if (!failed && FLASHTIR_LENGTHS == PACKED) {
     *sequences = plain[0].shape[0] - 1;
     failed = check_begins(kTables[0], numbers, *sequences, q->shape[0], "q", &longest[0]) ||
-             check_begins(kTables[1], numbers + *sequences + 1, *sequences, k->shape[0], "k", &longest[1]);
+             check_begins(kTables[1], numbers + *sequences + 1, *sequences, k->shape[0], "k", &longest[1]) ||
+             check_tiles(*sequences, longest[0], q->shape[1]) || check_tiles(*sequences, longest[1], k->shape[1]);
   }
   free(numbers);
   if (failed) return -1;

@@ -10,6 +10,7 @@ from tvm.tirx.compilation_pipeline import get_tir_pipeline
 from schedules.arch import cuda_arch
 from schedules.build import schedule
 from schedules.families import wgmma, wgmma_backward, wgmma_fused_backward
+from schedules.intrinsics import wgmma_exchange
 from schedules.intrinsics.wgmma_exchange import CHUNK, LINE
 from schedules.lowering import bulk_stores
 from te_defs.workload import Workload
@@ -21,7 +22,7 @@ def test_matrices_lie_as_the_accelerator_swizzles_them():
     """A lane gives the address of a row of one matrix, and holds two columns of a row of each (PTX, stmatrix)."""
     for lane, column, block, half, pair in itertools.product(range(32), range(0, CHUNK, bulk_stores.STEP), range(2), range(2), range(2)):
         row, place = half * 8 + lane // 4, column + block * 8 + lane % 4 * 2 + pair
-        found = bulk_stores.matrix_line((block * 2 + half) * 8 + lane // 4, column) + lane % 4 * 4 + pair * 2
+        found = wgmma_exchange.matrix_line((block * 2 + half) * 8 + lane // 4, column) + lane % 4 * 4 + pair * 2
         assert found == row * LINE + (place // 8 ^ row % 8) * 16 + place % 8 * 2
 
 
@@ -36,7 +37,7 @@ def calls_in(sch):
     func = sch.mod["main"].with_attr("target", ARCH.target())
     with ARCH.target(), tvm.transform.PassContext(config=wgmma.CONFIG):
         mod = get_tir_pipeline(wgmma.PIPELINE)[0](tvm.IRModule({"main": func}))
-    return collections.Counter(re.findall(r'"flashtir_(store_output|bulk_[a-z]+)\w*"', mod.script()))
+    return collections.Counter(re.findall(r'"flashtir_(store_matrix|bulk_[a-z]+)\w*"', mod.script()))
 
 
 @pytest.mark.parametrize("name, changes, reads", [
@@ -45,7 +46,7 @@ def calls_in(sch):
 def test_rows_go_out_in_boxes(name, changes, reads):
     """Shared memory is waited for before the next tile's queries may come, and at the end."""
     channels = Workload.parse(name).value_dim
-    assert calls_of(name, changes) == {"store_output": channels // bulk_stores.STEP, "bulk_store": channels // CHUNK, "bulk_commit": 1,
+    assert calls_of(name, changes) == {"store_matrix": channels // bulk_stores.STEP, "bulk_store": channels // CHUNK, "bulk_commit": 1,
                                        "bulk_read": reads}
 
 
@@ -65,4 +66,5 @@ def test_lanes_store_gradients_themselves(role):
 
 def test_where_dq_is_added_up_lanes_store_the_others_themselves():
     workload = Workload.parse("fwd_d64_dv64_f16_full")
-    assert calls_in(wgmma_fused_backward.schedule(workload, wgmma_fused_backward.default_plan(workload, ARCH))) == {}
+    found = calls_in(wgmma_fused_backward.schedule(workload, wgmma_fused_backward.default_plan(workload, ARCH)))
+    assert found == {"store_matrix": 2}, "dS alone, in the turns with a mask and in those without"

@@ -2,7 +2,7 @@
 and how they add a matrix in registers to one in memory that many blocks add to.
 
 The matrix goes to shared memory with the fragments' columns side by side, [chunk of columns, row, column of the chunk], swizzled as the
-tensor memory accelerator would have it, where wgmma reads either operand in either order. 
+tensor memory accelerator would have it, where wgmma reads either operand in either order.
 
 What is added to memory goes there through shared memory, four registers of a lane at a time: a warp's 16 rows are one piece of the sums,
 for which a single instruction suffices (PTX ISA, "cp.reduce.async.bulk"). The contract is that of schedules.intrinsics.wgmma.
@@ -18,13 +18,11 @@ from schedules.intrinsics.wgmma import (
 CHUNK = 64
 LINE = CHUNK * ELEMENT_BYTES
 #: One instruction stores 16 rows and 16 columns of a warp, what four registers of every lane hold.
-_STORE = """\
+_STORE_MATRIX = """\
 __device__ __forceinline__ void flashtir_store_matrix(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 """
-
-
 _STORE_FOUR = """\
 __device__ __forceinline__ void flashtir_store_four(void *to, float a, float b, float c, float d) {
   *(float4 *)to = make_float4(a, b, c, d);
@@ -32,6 +30,20 @@ __device__ __forceinline__ void flashtir_store_four(void *to, float a, float b, 
 """
 #: Columns of which a lane holds four of a row.
 COLUMNS = 16
+
+
+def matrix_line(lane, column=0):
+    """Bytes from a warp's first row to the eight columns that a lane names for one of the four matrices of a step, which begins at a column
+    of its chunk: rows 0 to 7, then 8 to 15, of the left half and then of the right. A line's 16-byte parts are swizzled by its row."""
+    return lane % 16 * LINE + (((lane // 16) ^ (lane % 8)) * 16 ^ column * ELEMENT_BYTES)
+
+
+def store_matrix(to, *pairs):
+    """Call by which a warp stores 16 rows and 16 columns to shared memory, where each lane names a place by `matrix_line`.
+
+    pairs  four registers of a lane, of two neighbours each: of the matrices in that order
+    """
+    return T.cuda.func_call("flashtir_store_matrix", T.cast(to, "uint32"), *pairs, source_code=_STORE_MATRIX)
 
 
 def column_place(c):
@@ -83,13 +95,10 @@ def hand_over(dtype, rows, columns):
             T.writes(D[0:chunks, 0:WARP_ROWS, 0:CHUNK])
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
                 start: T.let[T.int32] = _address(T.address_of(D[0, 0, 0])) + events.slot_bytes(events.DS)
-                # Lane l names the row l % 16 of the left half of the 16 columns, or of the right one; a line is swizzled by its row.
-                place: T.let[T.int32] = lane % 16 * LINE + T.bitwise_xor(lane // 16, lane % 8) * 16
+                place: T.let[T.int32] = matrix_line(lane)  # bound, or ptxas keeps one for every step
                 for step in T.unroll(columns // STEP):
-                    T.evaluate(T.cuda.func_call(
-                        "flashtir_store_matrix",
-                        T.cast(start + step // 4 * (rows * LINE) + T.bitwise_xor(place, step % 4 * (STEP * ELEMENT_BYTES)), "uint32"),
-                        *[_pair(P, lane, step * 8 + 2 * pair) for pair in range(4)], source_code=_STORE))
+                    T.evaluate(store_matrix(start + step // 4 * (rows * LINE) + T.bitwise_xor(place, step % 4 * (STEP * ELEMENT_BYTES)),
+                                            *[_pair(P, lane, step * 8 + 2 * pair) for pair in range(4)]))
                 T.evaluate(events.meet(T.address_of(D[0, 0, 0]), events.DS))
 
     return meaning, spelling

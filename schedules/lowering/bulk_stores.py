@@ -9,9 +9,9 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as T
 
-from schedules.intrinsics import events
+from schedules.intrinsics import events, wgmma_exchange
 from schedules.intrinsics.mma import LANES
-from schedules.intrinsics.wgmma import ELEMENT_BYTES, GROUP_ROWS, GROUP_WARPS, PTX_DTYPE, WARP_ROWS
+from schedules.intrinsics.wgmma import GROUP_ROWS, GROUP_WARPS, PTX_DTYPE, WARP_ROWS
 from schedules.intrinsics.wgmma_exchange import CHUNK, LINE
 from schedules.lowering import bulk_loads, rewrite, wide_stores
 
@@ -20,20 +20,6 @@ OUTPUT = "O"
 #: Columns that one instruction stores of a warp's 16 rows.
 STEP = 16
 _SOURCES = {
-    "flashtir_store_output_%s": """\
-__device__ __forceinline__ unsigned flashtir_pack_output_%(kind)s(float low, float high) {
-  unsigned both;
-  asm("cvt.rn.%(kind)sx2.f32 %%0, %%1, %%2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-__device__ __forceinline__ void flashtir_store_output_%(kind)s(unsigned to, float a0, float a1, float b0, float b1, float c0, float c1,
-                                                            float d0, float d1) {
-  unsigned a = flashtir_pack_output_%(kind)s(a0, a1), b = flashtir_pack_output_%(kind)s(b0, b1);
-  unsigned c = flashtir_pack_output_%(kind)s(c0, c1), d = flashtir_pack_output_%(kind)s(d0, d1);
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%%0], {%%1, %%2, %%3, %%4};"
-               :: "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-""",
     "flashtir_bulk_store": """\
 __device__ __forceinline__ void flashtir_bulk_store(unsigned long long map, unsigned from, int channel, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
@@ -50,15 +36,7 @@ __device__ __forceinline__ void flashtir_bulk_read() { asm volatile("cp.async.bu
 
 
 def _call(name, *arguments):
-    kind = PTX_DTYPE[arguments[0]] if "%s" in name else None
-    called, rest = (name % kind, arguments[1:]) if kind else (name, arguments)
-    return tirx.Evaluate(T.cuda.func_call(called, *rest, source_code=_SOURCES[name] % {"kind": kind} if kind else _SOURCES[name]))
-
-
-def matrix_line(lane, column):
-    """Bytes from a warp's first row to the eight columns that a lane names for one of the four matrices of a step, which begins at a column
-    of its chunk: rows 0 to 7, then 8 to 15, of the left half and then of the right. A line's 16-byte parts are swizzled by its row."""
-    return lane % 16 * LINE + (((lane // 16) ^ (lane % 8)) * 16 ^ column * ELEMENT_BYTES)
+    return tirx.Evaluate(T.cuda.func_call(name, *arguments, source_code=_SOURCES[name]))
 
 
 def wait():
@@ -102,14 +80,15 @@ class Output:
         speaks   whether a thread is the one that speaks for its warpgroup
         barrier  number of the first of the barriers at which the threads of one warpgroup meet
         """
-        rows, group, dtype = int(self.queries.args[7]), warp // GROUP_WARPS, str(self.nest.store.buffer.dtype)
+        rows, group, kind = int(self.queries.args[7]), warp // GROUP_WARPS, PTX_DTYPE[str(self.nest.store.buffer.dtype)]
         start = tirx.Var("output_rows", "int32")
         stmts = [tirx.Bind(start, slot + warp * (WARP_ROWS * LINE))]
         for step in range(self.channels // STEP):
             chunk, within = divmod(step * STEP, CHUNK)
-            to = start + chunk * (rows * LINE) + matrix_line(lane, within)
-            values = [self.value(half, 2 * step + block, pair) for block in range(2) for half in range(2) for pair in range(2)]
-            stmts.append(_call("flashtir_store_output_%s", dtype, tirx.Cast("uint32", to), *values))
+            to = start + chunk * (rows * LINE) + wgmma_exchange.matrix_line(lane, within)
+            pairs = [wide_stores.pack(kind, *(self.value(half, 2 * step + block, pair) for pair in range(wide_stores.PAIR)))
+                     for block in range(2) for half in range(2)]
+            stmts.append(tirx.Evaluate(wgmma_exchange.store_matrix(to, *pairs)))
         *_, row, head, batch, _tile = self.queries.args
         stores = [_call("flashtir_bulk_store", tirx.address_of(self.map), tirx.Cast("uint32", slot + group * (GROUP_ROWS * LINE) + chunk * (
             rows * LINE)), chunk * CHUNK, row + group * GROUP_ROWS, head, batch) for chunk in range(self.channels // CHUNK)]

@@ -142,11 +142,11 @@ class _Roles(Turns):
         self.rings = Rings(program, self.stages, self.query_stages, None if single is None else int(single))
         self.loads, self.stays = self.rings.loads, self.rings.stays
         self.peeled = any(isinstance(call.args[-1], tirx.IntImm) for call in work_tiles.events_in(program, "wait_full"))
-        work = work_tiles.flat(self.waves.body.then_case) if self.waves is not None else program
+        self.work = work_tiles.flat(self.waves.body.then_case) if self.waves is not None else program
         tensors = [param for param in func.params if hasattr(param, "data")]
         # Where the queries have one place only, the next ones would wait for it; where they come by, they are not those that are written.
         takes_place = events.Q in self.stays and (self.waves is None or self.query_stages > 1)
-        self.output = bulk_stores.output_of(work, self.loads[events.Q], tensors) if takes_place else None
+        self.output = bulk_stores.output_of(self.work, self.loads[events.Q], tensors) if takes_place else None
         self.maps = {ring: tirx.Var(f"{events.RINGS[ring]}_map", bulk_loads.tensor_map_type()) for ring in self.loads}
         self.entry_rows = {ring: tirx.Var(f"{events.RINGS[ring]}_entry_rows", "int32") for ring in self.loads}
 
@@ -190,9 +190,8 @@ class _Roles(Turns):
         counts = tirx.decl_buffer((1,), "int32", "counts", scope="local")
         keys, loop, guard = tirx.BufferLoad(counts, [_number(0)]), self.waves, self.waves.body
         wave, blocks = loop.loop_var, int(self.grid.value)
-        work = work_tiles.flat(guard.then_case)
-        last_key_tile = work_tiles.events_in(work, "wait_full")[-1].args[-1]
-        work = work_tiles.release_queries(work_tiles.keys_first(work), early=self.output is None)
+        last_key_tile = work_tiles.events_in(self.work, "wait_full")[-1].args[-1]
+        work = work_tiles.release_queries(work_tiles.keys_first(self.work), early=self.output is None)
         body = _sequence([self.cut(_sequence(work), role, keys, wave), tirx.BufferStore(counts, keys + last_key_tile + 1, [_number(0)])])
         body = tirx.IfThenElse(guard.condition, body, _sequence(self.no_work(wave)) if loads and self.shared_decode else None)
         if self.shared_decode and not loads:

@@ -19,16 +19,15 @@ QUAD, BLOCK, PAIR = 4, 8, 2
 #: Columns that a quad exchanges at once.
 COLUMNS = QUAD * BLOCK
 
-_SOURCE = """\
+_PACK = """\
 __device__ __forceinline__ unsigned flashtir_pack_%(kind)s(float low, float high) {
   unsigned both;
   asm("cvt.rn.%(kind)sx2.f32 %%0, %%1, %%2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
-__device__ __forceinline__ void flashtir_store_%(kind)s(void *to, int lane, bool wanted, float a0, float a1, float b0, float b1, float c0,
-                                                     float c1, float d0, float d1) {
-  unsigned a = flashtir_pack_%(kind)s(a0, a1), b = flashtir_pack_%(kind)s(b0, b1);
-  unsigned c = flashtir_pack_%(kind)s(c0, c1), d = flashtir_pack_%(kind)s(d0, d1);
+"""
+_SOURCE = """\
+__device__ __forceinline__ void flashtir_store_%(kind)s(void *to, int lane, bool wanted, unsigned a, unsigned b, unsigned c, unsigned d) {
   bool odd = lane & 1, upper = lane & 2;
   unsigned ab = __shfl_xor_sync(0xffffffffu, odd ? a : b, 1), cd = __shfl_xor_sync(0xffffffffu, odd ? c : d, 1);
   a = odd ? ab : a, b = odd ? b : ab, c = odd ? cd : c, d = odd ? d : cd;
@@ -38,6 +37,11 @@ __device__ __forceinline__ void flashtir_store_%(kind)s(void *to, int lane, bool
                :: "l"(to), "r"(block.x), "r"(block.y), "r"(block.z), "r"(block.w), "r"((int)wanted) : "memory");
 }
 """
+
+
+def pack(kind, low, high):
+    """Two float32 rounded to 16 bits of a kind as the register that they share."""
+    return T.cuda.func_call(f"flashtir_pack_{kind}", low, high, source_code=_PACK % {"kind": kind}, return_type="uint32")
 
 
 @function_pass("flashtir.WideStores")
@@ -72,9 +76,9 @@ class Nest:
 
 def _exchange(nest, lane):
     store = nest.store
-    values = [nest.at(store.value.value, b, p) for b in range(QUAD) for p in range(PAIR)]
+    kind = PTX_DTYPE[str(store.buffer.dtype)]
+    values = [pack(kind, *(nest.at(store.value.value, b, p) for p in range(PAIR))) for b in range(QUAD)]
     # Lane q of the quad stores block q: eight columns a block, where it held two of each.
     index = nest.at(store.indices[0], 0, 0) + lane % QUAD * (BLOCK - PAIR)
-    kind = PTX_DTYPE[str(store.buffer.dtype)]
     return tirx.Evaluate(T.cuda.func_call(f"flashtir_store_{kind}", tirx.address_of(tirx.BufferLoad(store.buffer, [index])), lane % QUAD,
                                           nest.wanted, *values, source_code=_SOURCE % {"kind": kind}))

@@ -8,6 +8,10 @@ all (te_defs/reference.py); of PyTorch only the output is asked, not the LSE.
 Exit codes: 0 ours are all right, 1 some are not, 2 wrong arguments.
 """
 import argparse
+import concurrent.futures
+import importlib.util
+import multiprocessing
+import os
 import sys
 import tempfile
 import warnings
@@ -21,7 +25,7 @@ import tvm
 
 from schedules import registry
 from scripts import cli, options
-from scripts.kernels import answer, build_artefacts, cuda_toolkit
+from scripts.kernels import answer, build_artefact, cuda_toolkit
 from te_defs.masks import MASKS
 from te_defs.random_calls import judged, random_call, wanted, workloads_of
 
@@ -115,7 +119,7 @@ def of_torch(kind):
 
 
 def ask(answerers, calls):
-    """({(feature, name): Counter of right, wrong and refused}, {name: sentences about what was wrong or refused})."""
+    """({(feature, name): Counter of right, wrong and refused}, {name: [(number of a call, sentence about what was wrong or refused)]})."""
     found, told = {}, {answerer.name: [] for answerer in answerers}
     for call in calls:
         inputs, rows = call.inputs(), [feature for feature, holds in FEATURES.items() if holds(call)]
@@ -128,7 +132,7 @@ def ask(answerers, calls):
             except Exception as error:  # each refuses in its own way
                 verdict, complaint = REFUSED, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             if complaint is not None:
-                told[answerer.name].append(f"{call}: {verdict}, {complaint}")
+                told[answerer.name].append((call.number, f"{call}: {verdict}, {complaint}"))
             for feature in rows:
                 found.setdefault((feature, answerer.name), Counter())[verdict] += 1
     return found, told
@@ -148,14 +152,52 @@ def _cell(counts):
     return f"{counts[RIGHT]} of {sum(counts.values())}" + "".join(f", {text}" for text in others)
 
 
-def our_functions(args, device, workloads, folder):
-    """{workload: exported function} of the default plans of the workloads that a family takes."""
-    jobs = [(options.families_of(args.family, workload, device.arch)[0], workload) for workload in workloads]
-    jobs = [(family.NAME, workload, family.default_plan(workload, device.arch), device.arch, folder / f"{workload.name}.so")
-            for family, workload in jobs]
-    paths = build_artefacts(jobs)
-    cuda_toolkit(device.arch)
-    return {job[1]: tvm.runtime.load_module(str(path))["flash_attention_forward"] for job, path in zip(jobs, paths)}
+@dataclass(frozen=True)
+class Job:
+    """The calls of one workload, for a process of its own; `family` and `plan` are what the artefact at `path` is built of."""
+
+    family: str
+    workload: object
+    plan: object
+    device: object
+    path: Path
+    calls: tuple
+    against: bool
+
+    def asked(self):
+        """What `ask` finds."""
+        build_artefact(self.family, self.workload, self.plan, self.device.arch, self.path)
+        cuda_toolkit(self.device.arch)
+        functions = {self.workload: tvm.runtime.load_module(str(self.path))["flash_attention_forward"]}
+        kind = self.device.kind
+        return ask([ours(functions, tvm.runtime.device(kind, 0)), *(of_torch(kind) if self.against else ())], self.calls)
+
+
+def ask_side_by_side(jobs):
+    """What `ask` finds for each job, by as many processes as there are cores, each of which computes with one."""
+    workers = min(len(jobs), len(os.sched_getaffinity(0)))
+    os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(Job.asked, jobs))
+
+
+def merged(results):
+    """(counts, sentences in the order of calls) of all that `ask` has found."""
+    found, told = {}, {}
+    for counts, sentences in results:
+        for key, counter in counts.items():
+            found.setdefault(key, Counter()).update(counter)
+        for name, some in sentences.items():
+            told.setdefault(name, []).extend(some)
+    return found, {name: [sentence for _, sentence in sorted(some)] for name, some in told.items()}
+
+
+def jobs(args, device, calls, folder):
+    """Jobs of calls: of each workload its own, by the default plan of the family that takes it."""
+    for workload in sorted({call.workload for call in calls}, key=lambda it: it.name):
+        family = options.families_of(args.family, workload, device.arch)[0]
+        yield Job(family.NAME, workload, family.default_plan(workload, device.arch), device, folder / f"{workload.name}.so",
+                  tuple(call for call in calls if call.workload == workload), bool(args.against))
 
 
 def make_parser():
@@ -184,13 +226,11 @@ def run(args):
     if not taken:
         raise cli.UsageError(f"--family must take one of the workloads, found that {args.family} takes none: name another one")
     calls = [random_call(number, taken) for number in (range(args.calls) if args.call is None else [args.call])]
+    if args.against and importlib.util.find_spec("torch") is None:
+        print("torch is left out: it is not installed")
     with tempfile.TemporaryDirectory() as folder:
-        functions = our_functions(args, device, sorted({call.workload for call in calls}, key=lambda it: it.name), Path(folder))
-        answerers = [ours(functions, tvm.runtime.device(device.kind, 0)), *(of_torch(device.kind) if args.against else ())]
-        if args.against and len(answerers) == 1:
-            print("torch is left out: it is not installed")
-        found, told = ask(answerers, calls)
-    names = [answerer.name for answerer in answerers]
+        found, told = merged(ask_side_by_side(list(jobs(args, device, calls, Path(folder)))))
+    names = list(told)
     print(table(found, names), end="\n\n")
     for name in names:
         for sentence in told[name][:TOLD]:

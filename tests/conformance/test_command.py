@@ -61,13 +61,15 @@ class TestCalls:
 
 class TestTable:
     def ask(self, *functions):
-        return conformance.ask([conformance.Answerer(function.__name__, function) for function in functions], CALLS)
+        answerers = [conformance.Answerer(function.__name__, function) for function in functions]
+        return conformance.merged([conformance.ask(answerers, CALLS[some]) for some in (slice(0, None, 2), slice(1, None, 2))])
 
     def test_counts_by_what_a_call_has_to_do_with(self):
         found, told = self.ask(exact, unmasked, refusing)
         assert found["all calls", "exact"] == Counter(right=40) and told["exact"] == []
         assert found["mask full", "unmasked"][conformance.WRONG] == 0 < found["mask causal", "unmasked"][conformance.WRONG]
         assert found["all calls", "refusing"] == Counter(refused=40)
+        assert [sentence.split(":")[0] for sentence in told["refusing"]] == [f"call {number}" for number in range(40)]
         assert all(sentence.endswith("refused, NotImplementedError: only full attention") for sentence in told["refusing"])
 
     def test_is_markdown(self):
@@ -95,7 +97,7 @@ class TestCommand:
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
     def test_a_wrong_answer_of_ours_is_a_failure(self, monkeypatch, capsys):
-        monkeypatch.setattr(conformance, "our_functions", lambda *_: {})
-        monkeypatch.setattr(conformance, "ours", lambda *_: conformance.Answerer("ours", unmasked))
+        monkeypatch.setattr(conformance, "ask_side_by_side",
+                            lambda jobs: [conformance.ask([conformance.Answerer("ours", unmasked)], job.calls) for job in jobs])
         assert conformance.run(conformance.make_parser().parse_args(["--target", "cpu", "--calls", "20"])) == 1
         assert "ours, call " in capsys.readouterr().out

@@ -99,11 +99,6 @@ APART = {"dk": _alone("dK", "dV", "P_cast"), "dv": _alone("dV", "dK", "dP", "dS"
 FUSED = replace(DK_DV, declare=attention_dk_dv_dq, statements=(
     *DK_DV.statements[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_part_warp", "dQ_part_warp_shared.dyn", "dQ_sum",
     *DK_DV.statements[-2:]))
-#: The same where dK, too, is a product with what was handed over: the cast of dS needs no registers while products run.
-FUSED_HANDED = replace(
-    FUSED, products=tuple(replace(it, first="dS_cast_warp") if it.block == "dK_acc_new" else it for it in FUSED.products),
-    statements=(*(it for it in DK_DV.statements[:-2] if not it.startswith("dK")), "dS_cast_warp", "dK_init", "dK_acc_new", "dQ_init",
-                "dQ_part", "dQ_part_warp", "dQ_part_warp_shared.dyn", "dQ_sum", *DK_DV.statements[-2:]))
 
 #: The same by mma.sync, with dQ's product among the others. Where P and dS are handed over by shared memory, two warps share the scores of
 #: the same keys.

@@ -60,19 +60,11 @@ ACROSS = {
                    "dK_acc", "P_cast", "dV_init", "dV_acc_new", "dP_warp", "dS"),
                   {"S_warp": (), "dV_acc": (events.DO,), "dK_acc": (events.Q,), "dP_warp": ()},
                   ("dV_acc", "dS_cast", "dK_init", "dK_acc_new", "dK_acc")),
-    "fused": Turn((*_LOADS, "S_init", "S", "dV_acc", "dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", "S_warp",
-                   "P", "P_masked", *_ADDED, "dP_init", "dP", "dK_acc", "P_cast", "dV_init", "dV_acc_new", "dP_warp", "dS"),
-                  {"S_warp": (), "dV_acc": (events.DO,), "dQ_part_warp": (), "dK_acc": (events.Q,), "dP_warp": ()},
-                  ("dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", *_ADDED, "dK_acc", "dV_acc")),
+    "fused": Turn((*_KEYS, "dS_cast_shared.dyn", "dK_init", "dK_acc_new", "dQ_init", "dQ_part", "dK_acc", "dV_acc", *_ADDED),
+                  {"S_warp": (), "dP_warp": (), "dK_acc": (events.Q,), "dV_acc": (events.DO,), "dQ_part_warp": ()}),
 }
-_FUSED = ACROSS["fused"]
-#: What is added to dQ leaves its registers before exponentials are computed, so that dP, too, runs beside these.
-EARLY = {**ACROSS, "fused": Turn(
-    (*_LOADS, "S_init", "S", "dV_acc", "dS_cast", "dS_cast_warp", "dQ_init", "dQ_part", "dK_init", "dK_acc_new", *_ADDED,
-     "dP_init", "dP", "S_warp", "P", "P_masked", "dK_acc", "P_cast", "dV_init", "dV_acc_new", "dP_warp", "dS"),
-    _FUSED.releases, _FUSED.later)}
 #: By the plan's `across`.
-ORDERS = (APART, ACROSS, ACROSS, EARLY)
+ORDERS = (APART, ACROSS, ACROSS)
 
 
 def turn_of(role, plan):

@@ -37,7 +37,7 @@ from tvm.s_tir import TensorIntrin
 from schedules import roles
 from schedules.families import backward_roles, wgmma_plan
 from schedules.families.backward_turns import ORDERS, turn_of
-from schedules.intrinsics import events, wgmma_exchange
+from schedules.intrinsics import events
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import CHANNEL_STEPS, LANES
 from schedules.lowering import (
@@ -47,8 +47,6 @@ from schedules.stages import bind_lanes, loops_of, own_fragment, own_output, rea
 from te_defs.integers import round_up
 
 NAME = "wgmma_backward"
-#: Copy of dS in shared memory, as cache_write names it.
-HANDED = "dS_cast_warp"
 PIPELINE = "flashtir_wgmma"
 CONFIG = wgmma_pipeline.CONFIG
 BINDS_AT = "bind_grid"
@@ -66,7 +64,7 @@ class WgmmaBackwardPlan(Plan):
     stages            copies of the tiles that come by, in their rings
     loader_registers  registers per thread that the loader warpgroup keeps, a multiple of 8; the consumers share the rest
     across            0: one turn behind the other; else the second part of a turn runs beside the first of the next (backward_turns).
-                      2: no wait that stands behind the exponentials is moved up; 3: this, and dQ is awaited in front of them
+                      2: no wait that stands behind the exponentials is moved up
     single            1: one of the tiles that come by has one copy (SINGLE_RINGS)
     """
 
@@ -80,8 +78,6 @@ class WgmmaBackwardPlan(Plan):
 BUSY_LOADER_REGISTERS = 40
 #: The last is one that wgmma_fused_backward schedules, by the stages here and its own.
 ROLES = {**backward_roles.ROLES, **backward_roles.APART, "fused": backward_roles.FUSED}
-#: Of these, the ones whose second half of a turn runs beside the first of the next.
-ACROSS_ROLES = {**ROLES, "fused": backward_roles.FUSED_HANDED}
 #: What the roles of warps are told of a grid that is not persistent.
 ROLE_KNOBS = {"query_stages": 1, "ping_pong": 0, "order_of_work": 0, "shared_decode": 0}
 #: Most channels at which the sums of dK and dV fit in registers together.
@@ -168,14 +164,9 @@ def compiler_options(plan):
     return {}
 
 
-def role_of(name, plan):
-    """The Role of a name at a plan."""
-    return (ACROSS_ROLES if plan.across else ROLES)[name]
-
-
 def name_of(role):
     """The name of a Role."""
-    return next(name for roles_ in (ROLES, ACROSS_ROLES) for name, it in roles_.items() if it is role)
+    return next(name for name, it in ROLES.items() if it is role)
 
 
 def warps_of(role, plan):
@@ -213,15 +204,12 @@ def ready_of(role):
 @lru_cache(maxsize=16)
 def intrinsics_of(role, dtype, plan, d, dv):
     """(name, description, implementation) of what a function needs at a plan, by the block that it replaces."""
-    stays, streams = role_of(role, plan).tiles(plan)
-    channels, made, products = channels_of(d, dv), {}, role_of(role, plan).products
+    stays, streams = ROLES[role].tiles(plan)
+    channels, made, products = channels_of(d, dv), {}, ROLES[role].products
     awaited = {product.second for product in products if product.block in PRODUCTS_OF_TILES}
     for product in products:
         size = channels[product.second.split("_")[0]]
-        if product.first == HANDED:
-            made[product.block] = wgmma_exchange.sum_of_handed(dtype, stays, streams, size, intrinsics.chunk_of(size),
-                                                               ring_of(product.second), [events.issued(product.block)])
-        elif product.first is None:
+        if product.first is None:
             made[product.block] = intrinsics.wgmma_sum(dtype, streams, size, ring_of(product.second), [events.issued(product.block)],
                                                        arrives=product.second not in awaited)
         else:
@@ -372,4 +360,4 @@ STAGES = (place_buffers, lay_out_accumulators, lay_out_boxes, tile_products, bin
 
 def schedule(role, workload, plan, stages=None, strided=False):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, role_of(role, plan), strided)
+    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role], strided)

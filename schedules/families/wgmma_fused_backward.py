@@ -21,18 +21,18 @@ from schedules import roles
 from schedules.families import wgmma_backward
 from schedules.families.backward_turns import turn_of
 from schedules.families.wgmma_backward import (  # noqa: F401, the same here
-    CONFIG, PIPELINE, STRIDED, WHOLE_ROWS, WgmmaBackwardPlan, ring_of, role_of)
+    CONFIG, PIPELINE, ROLES, STRIDED, WHOLE_ROWS, WgmmaBackwardPlan, ring_of)
 from schedules.intrinsics import events, wgmma_exchange
 from schedules.intrinsics import wgmma as intrinsics
-from schedules.lowering import rings
+from schedules.lowering import rings, warp_roles
 from schedules.plan import first_of, fitting, require
 from schedules.stages import bind_lanes, loops_of, read_index
 
 NAME = "wgmma_fused_backward"
 ROLE = "fused"
 BINDS_AT = "bind_grid"
-#: The copy of dS to shared memory by the plan's `across`: as cache_read names it for one reader, and cache_write for all.
-SHARED = ("dS_cast_shared.dyn", *[wgmma_backward.HANDED] * 3)
+#: The copy of dS in shared memory.
+SHARED = "dS_cast_shared.dyn"
 
 SUM_BYTES = 4
 #: What a turn adds to dQ, in shared memory.
@@ -74,8 +74,9 @@ def budget(workload, arch, plan):
     require(plan.q_tile % intrinsics.GROUP_ROWS == 0 and groups % max(queries, 1) == 0 and workload.head_dim * queries % (groups * 32) == 0,
             "consumer warpgroups must be able to share 64 query rows each, or parts of 32 channels", f"q_tile={plan.q_tile}",
             "choose 64, or as many as key rows")
+    copies = 1 + (plan.across > 0)
     handed = rings.MET_COPIES * intrinsics.ELEMENT_BYTES * plan.q_tile * plan.kv_tile
-    return wgmma_backward.budget(ROLE, workload, arch, plan, handed + SUM_BYTES * plan.q_tile * workload.head_dim)
+    return wgmma_backward.budget(ROLE, workload, arch, plan, handed + copies * SUM_BYTES * plan.q_tile * workload.head_dim + rings.barrier_bytes(0, 0, 0, copies))
 
 
 def compiler_options(plan):
@@ -86,7 +87,7 @@ def compiler_options(plan):
 def intrinsics_of(dtype, plan, channels):
     """(name, description, implementation) of what this family adds, by the block that it replaces."""
     _, share = shares(plan, channels)
-    made = {SHARED[plan.across]: wgmma_exchange.hand_over(dtype, plan.kv_tile, plan.q_tile),
+    made = {SHARED: wgmma_exchange.hand_over(dtype, plan.kv_tile, plan.q_tile),
             "dQ_part": wgmma_exchange.product_of_tiles(dtype, plan.kv_tile, share, intrinsics.chunk_of(channels), ring_of("K_tile"),
                                                         [events.issued("dQ_part")]),
             SET_DOWN: wgmma_exchange.set_down(share), "dQ_sum": wgmma_exchange.add_up(share),
@@ -126,11 +127,7 @@ def flatten_sums(sch, block, access, channels):
 def place_exchange(sch, plan, role):
     """dS goes to shared memory beside the registers; what it adds to dQ stays in registers, with a copy as the place to wait for it."""
     product = sch.get_sblock("dQ_part")
-    if plan.across:
-        sch.cache_write("dS_cast", 0, "warp")
-        sch.set_scope(SHARED[plan.across], 0, "shared.dyn")
-    else:
-        sch.cache_read(product, read_index(sch, product, "dS_cast"), "shared.dyn")
+    sch.cache_read(product, read_index(sch, product, "dS_cast"), "shared.dyn")
     addition = sch.get_sblock("dQ_sum")
     sch.cache_read(addition, read_index(sch, addition, "dQ_part"), "warp")
     sch.set_scope(product, 0, "warp")
@@ -141,7 +138,7 @@ def lay_out_exchange(sch, plan, role):
     """Lay dS out in lines of 64 queries, and what is added to dQ as accumulators of the warps that share it, and like the sums."""
     queries, share = shares(plan, channels_of(sch))
     steps = queries * intrinsics.GROUP_ROWS // intrinsics.WARP_ROWS
-    sch.transform_layout(SHARED[plan.across], ("write", 0), lambda i, j: (i // wgmma_exchange.CHUNK, j, i % wgmma_exchange.CHUNK))
+    sch.transform_layout(SHARED, ("write", 0), lambda i, j: (i // wgmma_exchange.CHUNK, j, i % wgmma_exchange.CHUNK))
     for block in ("dQ_part", "dQ_part_warp"):
         sch.transform_layout(block, ("write", 0), lambda i, c: (
             c // share * steps + i // intrinsics.WARP_ROWS, *intrinsics.accumulator_place(i, c % share)))
@@ -197,12 +194,11 @@ def use_exchange(sch, plan, role):
     """Replace the copies by stores that warpgroups meet at, a wait and stores, the product by wgmma and the addition by that of pieces."""
     names = {block: name for block, (name, *_) in intrinsics_of(
         sch.get(sch.get_sblock("K_load")).writes[0].source.dtype, plan, channels_of(sch)).items()}
-    shared = SHARED[plan.across]
-    i, j = loops_of(sch, shared, 2)
+    i, j = loops_of(sch, SHARED, 2)
     warp, j = sch.split(j, factors=[None, intrinsics.WARP_ROWS])
     sch.reorder(warp, i, j)
     sch.bind(warp, "threadIdx.y")
-    sch.tensorize(i, names[shared])
+    sch.tensorize(i, names[SHARED])
     sch.tensorize(loops_of(sch, "dQ_part")[-3], names["dQ_part"])
     for block in ("dQ_part_warp", SET_DOWN, "dQ_sum"):
         part, step, row, channel = split_share(sch, plan, *loops_of(sch, block, 2))
@@ -211,12 +207,18 @@ def use_exchange(sch, plan, role):
         sch.tensorize(row, names[block])
 
 
+def defer_additions(sch, plan, role):
+    """Let turns hand over what they add in the next one, where dQ is the last product and one fence will do for both."""
+    if plan.across:
+        sch.annotate(sch.get_sblock("attn"), f"{warp_roles.PREFIX}{warp_roles.DEFERS}", 1)
+
+
 STAGES = (place_exchange, wgmma_backward.place_buffers, wgmma_backward.lay_out_accumulators, lay_out_exchange, lay_out_memory,
           wgmma_backward.lay_out_boxes, wgmma_backward.tile_products, tile_exchange, hide_sums, wgmma_backward.bind_grid,
           wgmma_backward.tell_statistics, wgmma_backward.bind_accumulators, wgmma_backward.bind_products, bind_exchange, use_exchange,
-          wgmma_backward.use_tensor_cores, wgmma_backward.order_turn)
+          wgmma_backward.use_tensor_cores, wgmma_backward.order_turn, defer_additions)
 
 
 def schedule(workload, plan, stages=None, strided=False):
     """A fresh Schedule of the function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(workload, plan), STAGES[:stages], plan, role_of(ROLE, plan), strided)
+    return roles.staged(declare(workload, plan), STAGES[:stages], plan, ROLES[ROLE], strided)

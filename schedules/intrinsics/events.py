@@ -54,19 +54,25 @@ def pass_turn():
     return T.call_extern("int32", PREFIX + "pass_turn")
 
 
-def meet(pointer, ring):
-    """Wait until all warps that compute have written their part of this turn's copy of a tile, at `pointer`, for products to read."""
-    return T.call_extern("int32", PREFIX + "meet", pointer, ring)
+def hand_over(pointer, ring):
+    """This warpgroup has written its part of this turn's copy of a tile, at `pointer`, for products of all that compute to read."""
+    return T.call_extern("int32", PREFIX + "hand_over", pointer, ring, key_tile())
+
+
+def meet(ring):
+    """Wait until all warpgroups that compute have handed over their parts of this turn's copy of a tile."""
+    return T.call_extern("int32", PREFIX + "meet", ring, key_tile())
 
 
 def reclaim(pointer, ring):
-    """Wait until what this warp has written at `pointer`, its part of a tile of which there is one copy, has been read by `add_up`."""
-    return T.call_extern("int32", PREFIX + "reclaim", pointer, ring)
+    """Wait until what stood in a tile of which there is one copy, at `pointer` this warp's part, has been read by `add_up`."""
+    return T.call_extern("int32", PREFIX + "reclaim", pointer, ring, key_tile())
 
 
-def add_up(pointer, to, elements):
-    """Add what this warp has written at `pointer`, so many float32, to as many that stand side by side in memory, in no fixed order."""
-    return T.call_extern("int32", PREFIX + "add_up", pointer, to, elements)
+def add_up(pointer, to, elements, ring):
+    """This warp has written its part of a tile, at `pointer` so many float32: all parts, which stand side by side, are to be added to as
+    many that stand so in memory, `to` those of this part. Nobody waits."""
+    return T.call_extern("int32", PREFIX + "add_up", pointer, to, elements, ring, key_tile())
 
 
 def wait_scores():

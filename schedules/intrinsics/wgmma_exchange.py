@@ -4,8 +4,9 @@ and how they add a matrix in registers to one in memory that many blocks add to.
 The matrix goes to shared memory with the fragments' columns side by side, [chunk of columns, row, column of the chunk], swizzled as the
 tensor memory accelerator would have it, where wgmma reads either operand in either order.
 
-What is added to memory goes there through shared memory, four registers of a lane at a time: a warp's 16 rows are one piece of the sums,
-for which a single instruction suffices (PTX ISA, "cp.reduce.async.bulk"). The contract is that of schedules.intrinsics.wgmma.
+What is added to memory goes there through shared memory, four registers of a lane at a time: a warp's 16 rows are one piece of the sums, and
+all pieces of a tile are added by a single instruction of another warp (PTX ISA, "cp.reduce.async.bulk"). The contract is that of
+schedules.intrinsics.wgmma.
 """
 from tvm.script import tirx as T
 
@@ -24,8 +25,8 @@ __device__ __forceinline__ void flashtir_store_matrix(unsigned to, unsigned a, u
 }
 """
 _STORE_FOUR = """\
-__device__ __forceinline__ void flashtir_store_four(void *to, float a, float b, float c, float d) {
-  *(float4 *)to = make_float4(a, b, c, d);
+__device__ __forceinline__ void flashtir_store_four(void *to, int behind, float a, float b, float c, float d) {
+  *(float4 *)((char *)to + behind) = make_float4(a, b, c, d);
 }
 """
 #: Columns of which a lane holds four of a row.
@@ -69,7 +70,7 @@ def _piece(handle, groups):
 
 def hand_over(dtype, rows, columns):
     """Description and implementation of a warp's 16 of so many rows of a matrix on their way from registers to shared memory, for all
-    warpgroups: who has done it sees what the others have written. It is declared with the fragment's rows as its second axis.
+    warpgroups; nobody waits. It is declared with the fragment's rows as its second axis.
     """
     chunks, registers = columns // CHUNK, columns // 2
 
@@ -99,14 +100,14 @@ def hand_over(dtype, rows, columns):
                 for step in T.unroll(columns // STEP):
                     T.evaluate(store_matrix(start + step // 4 * (rows * LINE) + T.bitwise_xor(place, step % 4 * (STEP * ELEMENT_BYTES)),
                                             *[_pair(P, lane, step * 8 + 2 * pair) for pair in range(4)]))
-                T.evaluate(events.meet(T.address_of(D[0, 0, 0]), events.DS))
+                T.evaluate(events.hand_over(T.address_of(D[0, 0, 0]), events.DS))
 
     return meaning, spelling
 
 
 def product_of_tiles(dtype, terms, columns, chunk, other, announced=()):
     """Description and implementation of X += A B on a warp's 16 rows, A handed over, B's columns side by side in a tile of chunks, whose
-    ring is given and which must be there; issues the product, does not wait. X starts from zero.
+    ring is given and which must be there; waits for all of A, issues the product, does not wait for that. X starts from zero.
 
     terms      rows of both tiles
     columns    of B that this warpgroup takes, part of a chunk or several
@@ -146,58 +147,7 @@ def product_of_tiles(dtype, terms, columns, chunk, other, announced=()):
             T.reads(X[0:LANES, 0:registers], A[0:1, 0:terms, 0:WARP_ROWS], B[0:chunks, 0:terms, 0:within])
             T.writes(X[0:LANES, 0:registers])
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
-                issue(X, A, B, lane)
-                _evaluate(announced)
-
-    return meaning, spelling
-
-
-def sum_of_handed(dtype, rows, terms, columns, chunk, other, announced=()):
-    """Description and implementation of X += A^T B on a warp's 16 rows, A handed over and declared as there, for a reduction whose init
-    reads the old accumulator alone; else as `product_of_tiles`.
-
-    rows   of the matrix that was handed over, of which a warpgroup takes its own 64; terms: its columns, and the rows of B
-    """
-    chunks, registers, line = columns // chunk, columns // 2, chunk * ELEMENT_BYTES
-
-    def issue(X, A, B, lane):
-        def operands():
-            a_rows = _rows("a_rows", A, events.DS, LINE, STEP, WARP_ROWS * LINE)
-            b_rows = _rows("b_rows", B, other, line, terms * line)
-            return lambda step: [a_rows + T.cast(step // 4 * (rows * LINE >> 4) + step % 4 * 2, "uint64"),
-                                 b_rows + T.cast(step * (STEP * line >> 4), "uint64")]
-        _issue(X, lane, dtype, columns, terms // STEP, operands, (1, 1, 0, 1))
-
-    @T.prim_func(s_tir=True)
-    def meaning(x: T.handle, old: T.handle, a: T.handle, b: T.handle) -> None:
-        X = _registers(x, "float32", registers)
-        O = _registers(old, "float32", registers)
-        A = _tile(a, dtype, terms // CHUNK, WARP_ROWS, CHUNK)
-        B = _tile(b, dtype, chunks, terms, chunk)
-        with T.sblock("root"):
-            T.reads(X[0:LANES, 0:registers], O[0:LANES, 0:registers], A[0:terms // CHUNK, 0:WARP_ROWS, 0:CHUNK],
-                    B[0:chunks, 0:terms, 0:chunk])
-            T.writes(X[0:LANES, 0:registers])
-            for j, c, i in T.grid(WARP_ROWS, columns, terms):
-                with T.sblock("X"):
-                    vj, vc, vi = T.axis.remap("SSR", [j, c, i])
-                    lane, register = T.meta_var(accumulator_place(vj, vc))
-                    T.reads(X[lane, register], O[lane, register], A[vi // CHUNK, vj, vi % CHUNK], B[vc // chunk, vi, vc % chunk])
-                    T.writes(X[lane, register])
-                    X[lane, register] = X[lane, register] + (
-                        T.cast(A[vi // CHUNK, vj, vi % CHUNK], "float32") * T.cast(B[vc // chunk, vi, vc % chunk], "float32"))
-
-    @T.prim_func(s_tir=True)
-    def spelling(x: T.handle, old: T.handle, a: T.handle, b: T.handle) -> None:
-        X = _registers(x, "float32", registers)
-        O = _registers(old, "float32", registers)
-        A = _tile(a, dtype, terms // CHUNK, WARP_ROWS, CHUNK)
-        B = _tile(b, dtype, chunks, terms, chunk)
-        with T.sblock("root"):
-            T.reads(X[0:LANES, 0:registers], O[0:LANES, 0:registers], A[0:terms // CHUNK, 0:WARP_ROWS, 0:CHUNK],
-                    B[0:chunks, 0:terms, 0:chunk])
-            T.writes(X[0:LANES, 0:registers])
-            for lane in T.thread_binding(0, LANES, "threadIdx.x"):
+                T.evaluate(events.meet(events.DS))
                 issue(X, A, B, lane)
                 _evaluate(announced)
 
@@ -231,9 +181,10 @@ def set_down(columns):
             T.writes(D[0:groups, 0:WARP_ROWS, 0:COLUMNS])
             for lane in T.thread_binding(0, LANES, "threadIdx.x"):
                 T.evaluate(events.reclaim(T.address_of(D[0, 0, 0]), events.DQ))
+                slot: T.let[T.int32] = events.slot_bytes(events.DQ)
                 for group, half in T.grid(groups, 2):
                     T.evaluate(T.cuda.func_call(
-                        "flashtir_store_four", T.address_of(D[group, half * 8 + lane // 4, lane % 4 * 4]),
+                        "flashtir_store_four", T.address_of(D[group, half * 8 + lane // 4, lane % 4 * 4]), slot,
                         *[X[lane, group * 8 + eight * 4 + half * 2 + pair] for eight in range(2) for pair in range(2)],
                         source_code=_STORE_FOUR))
 
@@ -241,8 +192,8 @@ def set_down(columns):
 
 
 def add_up(columns):
-    """Description and implementation of the addition of a warp's piece in shared memory to the one in memory, which is not said to be read;
-    nobody waits for it."""
+    """Description and implementation of the addition of a warp's piece in shared memory to the one in memory, which is not said to be read:
+    it is left to whoever adds the pieces of all warps, and nobody waits."""
     groups, elements = columns // COLUMNS, columns * WARP_ROWS
 
     def place(i, c):
@@ -271,6 +222,6 @@ def add_up(columns):
         with T.sblock("root"):
             T.reads(D[0:groups, 0:WARP_ROWS, 0:COLUMNS])
             T.writes(X[0:elements])
-            T.evaluate(events.add_up(T.address_of(D[0, 0, 0]), T.address_of(X[0]), elements))
+            T.evaluate(events.add_up(T.address_of(D[0, 0, 0]), T.address_of(X[0]), elements, events.DQ))
 
     return meaning, spelling

@@ -3,8 +3,9 @@
 A tile's number modulo the copies is its copy, its number divided by them the turn, whose last bit is the phase to wait for. Tiles that come
 by have `stages` copies, or one where they are `single`, and are numbered by the turns of the loop over them; those that stay have
 `query_stages`, and are numbered by the tiles of work. A tile that the consumers write for each other has no barriers here, and two copies:
-who writes one has met the others since they read it (warp_roles). A tile from which warps add their own parts to memory has one. In shared
-memory stand first the tiles, then the numbers that go with their rows, then the barriers.
+who writes one has met the others since they read it (warp_roles). A tile that consumers write to have it added to memory has one copy or
+two, and barriers with the parts exchanged: consumers say "full". In shared memory stand first the tiles, then the numbers that go with their rows,
+then the barriers.
 """
 import math
 
@@ -23,14 +24,15 @@ BARRIER_BYTES = 8
 MET_COPIES = 2
 
 
-def barrier_bytes(stages, query_stages, stays=1):
-    """Shared memory of the barriers: a full and an empty one for each copy of the tiles that stay, and of the two that come by."""
-    return 2 * (stays * query_stages + 2 * stages) * BARRIER_BYTES
+def barrier_bytes(stages, query_stages, stays=1, added=0):
+    """Shared memory of the barriers: a full and an empty one for each copy of the tiles that stay, of the two that come by, and of what is
+    added to memory, of which there are so many copies."""
+    return 2 * (stays * query_stages + 2 * stages + added) * BARRIER_BYTES
 
 
-def bookkeeping_bytes(stages, query_stages, stays=1):
+def bookkeeping_bytes(stages, query_stages, stays=1, added=0):
     """Shared memory of barriers, and of what the loader tells about each copy of Q."""
-    return barrier_bytes(stages, query_stages, stays) + query_stages * rewrite.FACT_BYTES
+    return barrier_bytes(stages, query_stages, stays, added) + query_stages * rewrite.FACT_BYTES
 
 
 def element_bytes(tile):
@@ -42,26 +44,28 @@ class Rings:
     """The rings of one kernel.
 
     single   ring of tiles that come by of which there is one copy: a turn is done with it early; None: there is no such
+    sums     copies of a tile that is added to memory
     loads    bulk_load event of each ring by its number
     stays    rings of tiles that stay
     met      {ring: tile} of those that consumers write for each other
-    added    the same of those from which they add to memory
+    added    the same of those that are added to memory
     numbers  {buffer of numbers that go with a tile: (its ring, its first element)}
     shared   the one buffer of shared memory
     """
 
-    def __init__(self, program, stages, query_stages, single=None):
-        self.stages, self.query_stages, self.single = stages, query_stages, single
+    def __init__(self, program, stages, query_stages, single=None, sums=1):
+        self.stages, self.query_stages, self.single, self.sums = stages, query_stages, single, sums
         self.loads = {int(call.args[1]): call for call in work_tiles.events_in(program, "bulk_load")}
         self.stays = {ring for ring, call in self.loads.items() if bulk_loads.is_loaded_once(call)}
-        self.met = {int(call.args[2]): call.args[1].args[0].source for call in work_tiles.events_in(program, "meet")}
+        self.met = {int(call.args[2]): call.args[1].args[0].source for call in work_tiles.events_in(program, "hand_over")}
         self.added = {int(call.args[2]): call.args[1].args[0].source for call in work_tiles.events_in(program, "reclaim")}
         self.tile_bytes = {ring: bulk_loads.box_bytes(call) for ring, call in self.loads.items()}
         self.tile_bytes |= {ring: math.prod(map(int, tile.shape)) * element_bytes(tile) for ring, tile in (self.met | self.added).items()}
         self.numbers = {}
         for call in work_tiles.events_in(program, "tell"):
             self.numbers.setdefault(call.args[1].args[0].source, (int(call.args[2]), self.offset(None)))
-        elements = self.offset(None) + bookkeeping_bytes(stages, query_stages, len(self.stays)) // ELEMENT_BYTES
+        added = self.sums * len(self.added)
+        elements = self.offset(None) + bookkeeping_bytes(stages, query_stages, len(self.stays), added) // ELEMENT_BYTES
         self.shared = tirx.decl_buffer((elements,), bulk_loads.tile_of(self.loads[events.Q]).dtype, "shared", scope="shared.dyn")
 
     def offset(self, ring):
@@ -75,7 +79,7 @@ class Rings:
         if ring in self.met:
             return MET_COPIES
         if ring in self.added or ring == self.single:
-            return 1
+            return self.sums if ring in self.added else 1
         return self.query_stages if ring in self.stays else self.stages
 
     def numbers_of(self, ring):
@@ -96,7 +100,7 @@ class Rings:
 
     def facts(self, wave):
         """Shared address of what the loader tells the consumers about the work tile of a wave."""
-        first = self.offset(None) + barrier_bytes(self.stages, self.query_stages, len(self.stays)) // ELEMENT_BYTES
+        first = self.offset(None) + barrier_bytes(self.stages, self.query_stages, len(self.stays), self.sums * len(self.added)) // ELEMENT_BYTES
         base = T.cuda.cvta_generic_to_shared(tirx.address_of(tirx.BufferLoad(self.shared, [tirx.const(first, "int32")])))
         return base + tirx.Cast("uint32", tirx.truncmod(wave, tirx.const(self.query_stages, "int32")) * rewrite.FACT_BYTES)
 

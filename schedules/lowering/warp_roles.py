@@ -18,9 +18,9 @@ from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
 from schedules.intrinsics.wgmma import GROUP_WARPS
 from schedules.lowering import bulk_loads, bulk_stores, order_of_work, register_shares, rewrite, row_statistics, work_tiles
-from schedules.lowering.register_shares import GROUP
 from schedules.lowering.rewrite import FULL_WARP, function_pass, once, substitute
 from schedules.lowering.rings import Rings
+from schedules.lowering.warp_exchange import Exchange
 from schedules.lowering.warp_turns import Turns
 from te_defs.lengths import FIRST_ROW, Part
 
@@ -29,13 +29,14 @@ KNOBS = ("stages", "query_stages", "ping_pong", "order_of_work", "shared_decode"
 PREFIX = "flashtir."
 #: The same where a kernel has it: the number of the ring of which there is one copy.
 SINGLE = "single"
+#: The same: whether what is to be added to memory is handed over in the next turn, where one fence will do for both; it has two copies
+#: then.
+DEFERS = "defers"
 #: Mark of the loop over the work tiles of a block, where the grid is persistent.
 WAVES = "pragma_flashtir_waves"
 
 #: Variables that hold what tensors of lengths say of a batch entry.
 ROWS = (FIRST_ROW, *(field.name for field in fields(Part)))
-
-FLOAT_BYTES = 4
 
 
 @function_pass("flashtir.ReadRoles")
@@ -48,7 +49,7 @@ def read_roles(func):
     sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
     attn = sch.get_sblock("attn")
     marks = sch.get(attn).annotations
-    found = {PREFIX + knob: int(marks[PREFIX + knob]) for knob in (*KNOBS, SINGLE) if PREFIX + knob in marks}
+    found = {PREFIX + knob: int(marks[PREFIX + knob]) for knob in (*KNOBS, SINGLE, DEFERS) if PREFIX + knob in marks}
     for key in found:
         sch.unannotate(attn, key)
     return sch.mod["main"].with_attrs(found) if found else func
@@ -121,10 +122,10 @@ def _sequence(stmts):
     return stmts[0] if len(stmts) == 1 else tirx.SeqStmt(stmts)
 
 
-LOADER, TELLER, CONSUMER = "loader", "teller", "consumer"
+LOADER, TELLER, ADDER, CONSUMER = "loader", "teller", "adder", "consumer"
 
 
-class _Roles(Turns):
+class _Roles(Turns, Exchange):
     """The roles of one kernel."""
 
     def __init__(self, func, grid, program, threads):
@@ -138,8 +139,8 @@ class _Roles(Turns):
         self.warps = int(threads["threadIdx.y"].value)
         self.groups = self.warps // GROUP_WARPS
         self.warp = tirx.Var("warp", "int32")
-        single = func.attrs.get(PREFIX + SINGLE)
-        self.rings = Rings(program, self.stages, self.query_stages, None if single is None else int(single))
+        single, self.defers = func.attrs.get(PREFIX + SINGLE), PREFIX + DEFERS in func.attrs
+        self.rings = Rings(program, self.stages, self.query_stages, None if single is None else int(single), 1 + self.defers)
         self.loads, self.stays = self.rings.loads, self.rings.stays
         self.peeled = any(isinstance(call.args[-1], tirx.IntImm) for call in work_tiles.events_in(program, "wait_full"))
         self.work = work_tiles.flat(self.waves.body.then_case) if self.waves is not None else program
@@ -153,13 +154,15 @@ class _Roles(Turns):
     def block(self):
         """What all threads of a block do."""
         consumer = register_shares.consumer_registers(self.groups, self.loader_registers)
-        lead = tirx.And(tirx.EQ(self.thread_warp, _number(self.warps)), tirx.EQ(self.lane, _number(0)))
+        lead, third = (tirx.And(tirx.EQ(self.thread_warp, _number(self.warps + warp)), tirx.EQ(self.lane, _number(0))) for warp in (0, 2))
         load = [_evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](self.loader_registers)),
                 tirx.IfThenElse(lead, self.program_of(LOADER), None)]
+        if self.rings.added:
+            load.append(tirx.IfThenElse(third, _sequence([*self.first_set_down(), self.program_of(ADDER)]), None))
         if self.rings.numbers:
             load.append(tirx.IfThenElse(tirx.EQ(self.warp, _number(self.warps + 1)), self.program_of(TELLER), None))
         compute = _sequence([_evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](consumer)), *self.first_turn(),
-                             self.program_of(CONSUMER), *self.last_turn(), *self.last_additions()])
+                             self.program_of(CONSUMER), *self.last_turn(), *self.last_set_down()])
         shuffled = T.cuda._shfl_sync(_number(FULL_WARP, "uint32"), self.thread_warp, 0, LANES)
         return _sequence([
             self.initialise(), _evaluate(T.cuda.cta_sync()),
@@ -169,8 +172,9 @@ class _Roles(Turns):
     def initialise(self):
         """One thread sets up the barriers: a full one waits for the loader's thread and for each warp's worth of numbers that go with the
         tile, an empty one for each consumer warpgroup, whose warps finish a product together. What the loader tells beside the queries,
-        each warp reads by itself."""
-        inits = []
+        each warp reads by itself. What is added to memory each warp has a part of, and one thread reads."""
+        inits = [_evaluate(T.ptx.mbarrier.init.shared.b64(self.rings.barrier(ring, _number(copy), empty), _number(threads, "uint32")))
+                 for ring in self.rings.added for copy in range(self.rings.sums) for empty, threads in enumerate((self.warps, 1))]
         for ring in self.loads:
             readers = self.groups + (self.warps if ring == events.Q and self.shared_decode else 0)
             writers = 1 + self.rings.numbers_of(ring) // LANES
@@ -261,6 +265,8 @@ class _Roles(Turns):
             # A peeled first turn waits for what stays by itself.
             waits = [] if self.peeled or ring not in self.stays else self.wait_full(done, tiles, ring, _number(0))
             return _sequence(map(_evaluate, waits)) if waits else None
+        if role == ADDER and name == "add_up":
+            return _sequence(self.added_up(done, tiles, *substitute(stmt.value, {self.thread_warp: _number(0)}).args[1:]))
         if role != {"bulk_load": LOADER, "tell": TELLER}.get(name, CONSUMER):
             return None
         return self.expand(stmt, name, done, tiles)
@@ -325,9 +331,10 @@ class _Roles(Turns):
         freed = _sequence([bulk_stores.wait(), self.arrive(events.Q, copy, None)])
         return [tirx.IfThenElse(tirx.And(self.speaks(), tiles > 0), freed, None)]
 
-    def arrive(self, ring, copy, condition):
-        """Statement by which the thread that a condition chooses, if any, says that a copy may be overwritten as far as it is concerned."""
-        arrive = _evaluate(T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(int(ring), copy, 1), _number(1, "uint32")))
+    def arrive(self, ring, copy, condition, empty=1):
+        """Statement by which the thread that a condition chooses, if any, says that a copy may be overwritten as far as it is concerned, or
+        where not `empty`, that its part is there."""
+        arrive = _evaluate(T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(int(ring), copy, empty), _number(1, "uint32")))
         return arrive if condition is None else tirx.IfThenElse(condition, arrive, None)
 
     def slot_bytes(self, done, tiles, ring, key_tile):
@@ -336,44 +343,9 @@ class _Roles(Turns):
     def group_bytes(self, done, tiles, rows_bytes):
         return self.warp % GROUP_WARPS * rows_bytes
 
-    def meet(self, done, tiles, pointer, ring):
-        """What a thread has written is made visible to products first; the barrier is one that no turns are taken at."""
-        return [T.ptx.fence.proxy.async_.shared__cta(),
-                T.ptx.bar.sync(_number(self.groups + 1, "uint32"), _number(self.groups * GROUP, "uint32"))]
-
-    def reclaim(self, done, tiles, pointer, ring):
-        """The thread that asked for the additions is the one that waits."""
-        return [T.ptx.cp.async_.bulk.wait_group.read(0), T.cuda.warp_sync()]
-
-    def add_up(self, done, tiles, pointer, to, elements):
-        """What a thread has written is made visible to the addition first."""
-        bounds, element = [], to.args[0]
-        to = tirx.address_of(tirx.BufferLoad(element.source, [_without_bounds(element.indices[0], bounds)]))
-        add = T.ptx["cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"](
-            to, T.cuda.cvta_generic_to_shared(pointer), tirx.Cast("uint32", elements * FLOAT_BYTES))
-        ask = tirx.SeqStmt([_evaluate(call) for call in (add, T.ptx.cp.async_.bulk.commit_group())])
-        return [*bounds, T.ptx.fence.proxy.async_.shared__cta(), T.cuda.warp_sync(),
-                tirx.IfThenElse(tirx.EQ(self.lane, _number(0)), ask, None)]
-
     def wait_scores(self, done, tiles, key_tile):
         # The peeled first tile has no product in front of it.
         return [T.ptx.wgmma.wait_group.sync.aligned(0 if isinstance(key_tile, tirx.IntImm) else 1)]
-
-    def last_additions(self):
-        """Shared memory must last until the additions have read it."""
-        return [_evaluate(T.ptx.cp.async_.bulk.wait_group.read(0))] if self.rings.added else []
-
-
-def _without_bounds(index, bounds):
-    """The index with variables where minima, maxima and choices stand, such as the first turn of a loop: what is not a sum or product is
-    computed in 32 bits, while the index will have 64."""
-    if isinstance(index, (tirx.Add, tirx.Sub, tirx.Mul)):
-        return type(index)(*(_without_bounds(part, bounds) for part in (index.a, index.b)))
-    if not isinstance(index, (tirx.Min, tirx.Max, tirx.Select)):
-        return index
-    var = tirx.Var("bound", index.ty)
-    bounds.append(tirx.Bind(var, once(index)))
-    return var
 
 
 def _evaluate(value):

@@ -4,6 +4,7 @@ import tvm_ffi
 from tvm import tirx
 
 from schedules.intrinsics import events
+from schedules.lowering.rewrite import substitute
 
 
 def flat(stmt):
@@ -17,6 +18,22 @@ def events_in(stmts, name):
     for stmt in stmts:
         tvm_ffi.structural_walk(stmt, (tvm.ir.Call, lambda call: found.append(call) if events.name_of(call) == name else None))
     return found
+
+
+def last_turn(stmt, name):
+    """The number of the last turn that has an event of this name: that of its last call, with all loops in their last turn; None where it
+    has none."""
+    if isinstance(stmt, tirx.SeqStmt):
+        return next((found for found in (last_turn(part, name) for part in reversed(stmt.seq)) if found is not None), None)
+    if isinstance(stmt, tirx.For):
+        found = last_turn(stmt.body, name)
+        return None if found is None else substitute(found, {stmt.loop_var: stmt.min + stmt.extent - 1})
+    if isinstance(stmt, tirx.AttrStmt):
+        return last_turn(stmt.body, name)
+    if isinstance(stmt, tirx.IfThenElse):
+        return last_turn(stmt.then_case, name)
+    called = isinstance(stmt, tirx.Evaluate) and events.name_of(stmt.value) == name
+    return stmt.value.args[-1] if called else None
 
 
 def release_queries(work, early):

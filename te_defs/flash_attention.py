@@ -22,6 +22,7 @@ from dataclasses import replace
 from tvm import tirx
 from tvm.script import tirx as T
 
+from te_defs import script
 from te_defs.arguments import parameter
 from te_defs.integers import maximum, round_up
 from te_defs.lengths import FIRST_ROW, LENGTHS
@@ -138,7 +139,7 @@ def flash_attention_forward(workload, q_tile, kv_tile, row_lanes=1, negative_sca
         axes = (("batch", "int64"), ("row", "int32"), ("head", "int32"))
         return [*(tirx.Var(f"{name}_{axis}_stride", dtype) for axis, dtype in axes), 1] if strided else None
 
-    @T.prim_func(s_tir=True, check_well_formed=False)
+    @script.prim_func(s_tir=True, check_well_formed=False)
     def flash_attention(q: T.handle, k: T.handle, v: T.handle, o: T.handle, lse: T.handle, scale: T.float32):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
         B, N, M, H, G = T.int32(), T.int32(), T.int32(), T.int32(), T.int32()

@@ -30,6 +30,7 @@ and all that it adds are zero. A key past the end spoils only rows of dK and dV 
 from tvm import tirx
 from tvm.script import tirx as T
 
+from te_defs import script
 from te_defs.backward_parameters import Parameters
 from te_defs.blocks import block, each, load, product
 from te_defs.flash_attention import LOG2_E
@@ -46,7 +47,7 @@ def attention_delta(workload, through_lse=False):
     """
     dtype, DV = workload.dtype, workload.value_dim
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def delta_of(d_o: T.handle, o: T.handle, d_lse: T.handle, d: T.handle):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
         B, N, H = T.int32(), T.int32(), T.int32()
@@ -124,7 +125,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
         """What key row j gets: past the length of its batch entry zero."""
         return T.if_then_else(j < m, value, T.float32(0)) if workload.lengths == "keys" else value
 
-    @T.prim_func(s_tir=True, check_well_formed=False)
+    @script.prim_func(s_tir=True, check_well_formed=False)
     def dk_dv(d_o: T.handle, q: T.handle, k: T.handle, v: T.handle, lse: T.handle, d: T.handle, d_k: T.handle, d_v: T.handle,
               scale: T.float32):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
@@ -227,7 +228,7 @@ def attention_dq(workload, q_tile, kv_tile, channel_steps=(1, 1)):
     (PRODUCT_D, PRODUCT_DV), (TILE_D, TILE_DV) = ([round_up(size, step) for size in (D, DV)] for step in channel_steps)
     BOUND = bool(given.tables)
 
-    @T.prim_func(s_tir=True, check_well_formed=False)
+    @script.prim_func(s_tir=True, check_well_formed=False)
     def dq(d_o: T.handle, q: T.handle, k: T.handle, v: T.handle, lse: T.handle, d: T.handle, d_q: T.handle, scale: T.float32):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
         B, N, M, H, G = T.int32(), T.int32(), T.int32(), T.int32(), T.int32()

@@ -18,6 +18,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
+from te_defs import script
 from te_defs.blocks import block, product
 from te_defs.backward_parameters import Parameters
 from te_defs.flash_attention_backward import attention_dk_dv
@@ -93,7 +94,7 @@ def attention_dq_cast(workload, q_tile):
     What follows the scale is as in `attention_dk_dv`."""
     dtype, D, given = workload.dtype, workload.head_dim, Parameters(workload)
 
-    @T.prim_func(s_tir=True, check_well_formed=False)
+    @script.prim_func(s_tir=True, check_well_formed=False)
     def dq_cast(d_s: T.handle, d_q: T.handle, scale: T.float32):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
         B, N, H, tiles = T.int32(), T.int32(), T.int32(), T.int32()
@@ -121,7 +122,7 @@ def attention_dq_zeros(workload, q_tile):
     """PrimFunc (dQ_sum [B, H, tiles, q_tile, D] float32) -> None: dQ_sum = 0."""
     D = workload.head_dim
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def dq_zeros(d_s: T.handle):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
         B, H, tiles = T.int32(), T.int32(), T.int32()

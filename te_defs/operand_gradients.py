@@ -21,6 +21,7 @@ block, which takes its terms in one order, so two runs give the same bits. Where
 from tvm import tirx
 from tvm.script import tirx as T
 
+from te_defs import script
 from te_defs.arguments import ModifierError
 from te_defs.backward_parameters import Parameters
 from te_defs.blocks import block, each, load, product
@@ -91,7 +92,7 @@ def attention_d_operand(workload, name, q_tile, kv_tile, dtype="float32"):
         with T.If(T.And(at["N"] < sizes["N"], at["M"] < sizes["M"])), T.Then():
             T.buffer_store(dX, T.cast(value, dtype), [part, *(at[axis] for axis in axes)])
 
-    @T.prim_func(s_tir=True, check_well_formed=False)
+    @script.prim_func(s_tir=True, check_well_formed=False)
     def d_operand(d_o: T.handle, q: T.handle, k: T.handle, v: T.handle, lse: T.handle, d: T.handle, d_x: T.handle, scale: T.float32):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
         B, N, M, H, G, parts = T.int32(), T.int32(), T.int32(), T.int32(), T.int32(), T.int32()
@@ -209,7 +210,7 @@ def attention_fold_parts(workload, name):
     its element type."""
     dtype = dtype_of(workload, name)
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def fold_parts(s: T.handle, d_x: T.handle):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
         parts, X = T.int32(), T.int32()
@@ -238,7 +239,7 @@ def attention_d_sink(workload):
     given = Parameters(workload)
     sink = given.operands[SINK.name]
 
-    @T.prim_func(s_tir=True, check_well_formed=False)
+    @script.prim_func(s_tir=True, check_well_formed=False)
     def d_sink(lse: T.handle, d: T.handle, d_s: T.handle, scale: T.float32):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
         B, N, H = T.int32(), T.int32(), T.int32()

@@ -4,12 +4,15 @@ import re
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 from tvm.script import tirx as T
 from tvm.target import codegen
 
 from schedules.arch import cpu_arch, cuda_arch
 from schedules.build import KERNEL, NEGATIVE_SCALE_KERNEL, build, build_plan, schedule
 from schedules.families import cpu
+from schedules.lowering.cpu_pipeline import select_in_tiles
+from schedules.lowering.rewrite import is_call
 from schedules.plan import PlanError
 from schedules.space import Space, decisions, schedule_in
 from te_defs import reference
@@ -157,6 +160,18 @@ def test_products_keep_their_sums_in_registers(cpu_name, bits, register):
     for loop, count in products:
         assert len(loop) < 2.5 * count
         assert [line for line in loop if re.match(rf"vmov\w+\s+%{register}\d+, .*\(", line)] == []
+
+
+@pytest.mark.parametrize("mask, score, lengths", [("full", "", "uniform"), ("causal", "softcap", "keys"), ("window", "bias", "uniform"),
+                                                  ("causal_top_left", "alibi", "packed")])
+def test_no_value_decides_where_a_vector_goes(mask, score, lengths):
+    """A branch on what lanes hold takes vectors apart, lane by lane; only places, such as that of a key, may ask for one."""
+    func = select_in_tiles()(schedule(cpu, Workload(64, 64, "float32", mask, score, True, lengths=lengths), SMALL).mod)["main"]
+    loads, branches = [], []
+    tvm_ffi.structural_walk(func.body, (tvm.ir.Call, lambda call: branches.append(call) if is_call(call, "if_then_else") else None))
+    for branch in branches:
+        tvm_ffi.structural_walk(branch.args[0], (tvm.ir.TensorLoad, loads.append))
+    assert branches and [load for load in loads if "float" in str(load.ty)] == []
 
 
 @pytest.mark.parametrize("bits, l1, l2", [(512, 48, 2048), (512, 32, 1024), (256, 32, 512), (128, 64, 1024)])

@@ -11,6 +11,8 @@ import functools
 from tvm.s_tir import TensorIntrin
 from tvm.script import tirx as T
 
+from te_defs import script
+
 LANES = 32
 PTX_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}
 #: A row of a swizzled tile spans whole 128-byte lines: 64 elements of 16 bits.
@@ -81,7 +83,7 @@ def mma_qk(dtype, transposed=False, turned=False):
     def second_place(j, k):
         return fragment_place(k, j) if turned else fragment_place(j, k)
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def meaning(a: T.handle, b: T.handle, c: T.handle) -> None:
         A = _fragment(a, dtype)
         B = _fragment(b, dtype)
@@ -99,7 +101,7 @@ def mma_qk(dtype, transposed=False, turned=False):
                     T.writes(C[cl, cr])
                     C[cl, cr] += T.cast(A[al, ar], "float32") * T.cast(B[bl, br], "float32")
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def spelling(a: T.handle, b: T.handle, c: T.handle) -> None:
         A = _fragment(a, dtype)
         B = _fragment(b, dtype)
@@ -123,7 +125,7 @@ def mma_pv(dtype):
     the update, so the description lists them.
     """
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def meaning(c: T.handle, r: T.handle, o: T.handle, a: T.handle, b: T.handle) -> None:
         C = _fragment(c, "float32")
         O = _fragment(o, "float32")
@@ -143,7 +145,7 @@ def mma_pv(dtype):
                     T.writes(C[cl, cr])
                     C[cl, cr] += T.cast(A[al, ar], "float32") * T.cast(B[bl, br], "float32")
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def spelling(c: T.handle, r: T.handle, o: T.handle, a: T.handle, b: T.handle) -> None:
         C = _fragment(c, "float32")
         O = _fragment(o, "float32")
@@ -164,7 +166,7 @@ def mma_pv(dtype):
 def mma_sum(dtype):
     """Description and implementation of X += P V on 16 x 16 x 16, for a reduction whose init reads the old accumulator alone."""
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def meaning(c: T.handle, o: T.handle, a: T.handle, b: T.handle) -> None:
         C = _fragment(c, "float32")
         O = _fragment(o, "float32")
@@ -183,7 +185,7 @@ def mma_sum(dtype):
                     T.writes(C[cl, cr])
                     C[cl, cr] += T.cast(A[al, ar], "float32") * T.cast(B[bl, br], "float32")
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def spelling(c: T.handle, o: T.handle, a: T.handle, b: T.handle) -> None:
         C = _fragment(c, "float32")
         O = _fragment(o, "float32")
@@ -233,7 +235,7 @@ def ldmatrix(operand, dtype, rows, columns):
         own = copy + row(lane) * columns + T.bitwise_xor(half(lane), lane % 8) * 8
         return T.bitwise_xor(own, column) - column - copy
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def meaning(w: T.handle, s: T.handle) -> None:
         shared = T.match_buffer(s, (16, 16), dtype, align=64, offset_factor=16, scope="shared.dyn")
         warp = _fragment(w, dtype)
@@ -248,7 +250,7 @@ def ldmatrix(operand, dtype, rows, columns):
                     T.writes(warp[lane, register])
                     warp[lane, register] = shared[vi, vj]
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def spelling(w: T.handle, s: T.handle) -> None:
         s0 = T.int32()
         s1 = T.int32()

@@ -16,6 +16,7 @@ from tvm.script.ir_builder import IRBuilder
 
 from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES, check_bijection, fragment_place
+from te_defs import script
 from te_defs.integers import round_up
 
 PTX_DTYPE = {"float16": "f16", "bfloat16": "bf16"}
@@ -144,7 +145,7 @@ def wgmma_scores(dtype, rows, columns, channels, own, other, transposed=False, i
                                  for tile, size in ((q_rows, rows), (k_rows, columns))]
         _issue(S, lane, dtype, columns, channels // STEP, operands, (1, 1, 0, 0), adds=_but_the_first)
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def meaning(q: T.handle, k: T.handle, s: T.handle) -> None:
         Q = _shared(q, dtype, chunks, m, chunk, not transposed)
         K = _shared(k, dtype, chunks, n, chunk, transposed)
@@ -159,7 +160,7 @@ def wgmma_scores(dtype, rows, columns, channels, own, other, transposed=False, i
                     S[lane, register] = S[lane, register] + (
                         T.cast(Q[vc // chunk, vi, vc % chunk], "float32") * T.cast(K[vc // chunk, vj, vc % chunk], "float32"))
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def spelling(q: T.handle, k: T.handle, s: T.handle) -> None:
         Q = _shared(q, dtype, chunks, m, chunk, not transposed)
         K = _shared(k, dtype, chunks, n, chunk, transposed)
@@ -196,7 +197,7 @@ def wgmma_pv(dtype, kv_tile, value_dim):
     """
     chunk, chunks, p_registers, o_registers = chunk_of(value_dim), chunks_of(value_dim), kv_tile // 2, value_dim // 2
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def meaning(o: T.handle, r: T.handle, a: T.handle, p: T.handle, v: T.handle) -> None:
         O = _registers(o, "float32", o_registers)
         R = _registers(r, "float32", 2)
@@ -218,7 +219,7 @@ def wgmma_pv(dtype, kv_tile, value_dim):
                     O[lane, register] = O[lane, register] + (
                         T.cast(P[p_lane, p_register], "float32") * T.cast(V[vc // chunk, vj, vc % chunk], "float32"))
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def spelling(o: T.handle, r: T.handle, a: T.handle, p: T.handle, v: T.handle) -> None:
         O = _registers(o, "float32", o_registers)
         R = _registers(r, "float32", 2)
@@ -243,7 +244,7 @@ def wgmma_sum(dtype, terms, channels, ring, announced=(), arrives=False):
     """
     chunk, chunks, p_registers, x_registers = chunk_of(channels), chunks_of(channels), terms // 2, channels // 2
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def meaning(x: T.handle, a: T.handle, p: T.handle, v: T.handle) -> None:
         X = _registers(x, "float32", x_registers)
         A = _registers(a, "float32", x_registers)
@@ -262,7 +263,7 @@ def wgmma_sum(dtype, terms, channels, ring, announced=(), arrives=False):
                     X[lane, register] = X[lane, register] + (
                         T.cast(P[p_lane, p_register], "float32") * T.cast(V[vc // chunk, vj, vc % chunk], "float32"))
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def spelling(x: T.handle, a: T.handle, p: T.handle, v: T.handle) -> None:
         X = _registers(x, "float32", x_registers)
         A = _registers(a, "float32", x_registers)
@@ -297,7 +298,7 @@ def ready(columns, waits, releases=(), transposed=False):
     registers, released = columns // 2, [events.release(ring) for ring in releases]
     m, n = (columns, WARP_ROWS) if transposed else (WARP_ROWS, columns)
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def meaning(a: T.handle, b: T.handle) -> None:
         A = _registers(a, "float32", registers)
         B = _registers(b, "float32", registers)
@@ -310,7 +311,7 @@ def ready(columns, waits, releases=(), transposed=False):
                     lane, register = T.meta_var(accumulator_place(vj, vi) if transposed else accumulator_place(vi, vj))
                     B[lane, register] = A[lane, register]
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def spelling(a: T.handle, b: T.handle) -> None:
         A = _registers(a, "float32", registers)
         B = _registers(b, "float32", registers)

@@ -14,6 +14,7 @@ from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
 from schedules.intrinsics.wgmma import (
     ELEMENT_BYTES, STEP, WARP_ROWS, _address, _but_the_first, _evaluate, _issue, _pair, _registers, _rows, accumulator_place)
+from te_defs import script
 
 #: Columns of a chunk: a swizzled line of 128 bytes.
 CHUNK = 64
@@ -74,7 +75,7 @@ def hand_over(dtype, rows, columns):
     """
     chunks, registers = columns // CHUNK, columns // 2
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def meaning(p: T.handle, d: T.handle) -> None:
         P = _registers(p, dtype, registers)
         D = _tile(d, dtype, chunks, WARP_ROWS, CHUNK)
@@ -87,7 +88,7 @@ def hand_over(dtype, rows, columns):
                     lane, register = T.meta_var(accumulator_place(vj, vi))
                     D[vi // CHUNK, vj, vi % CHUNK] = P[lane, register]
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def spelling(p: T.handle, d: T.handle) -> None:
         P = _registers(p, dtype, registers)
         D = _tile(d, dtype, chunks, WARP_ROWS, CHUNK)
@@ -123,7 +124,7 @@ def product_of_tiles(dtype, terms, columns, chunk, other, announced=()):
             return lambda step: [rows + T.cast(step * (STEP * size >> 4), "uint64") for rows, size in ((a_rows, LINE), (b_rows, line))]
         _issue(X, lane, dtype, columns, terms // STEP, operands, (1, 1, 1, 1), adds=_but_the_first)
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def meaning(a: T.handle, b: T.handle, x: T.handle) -> None:
         A = _tile(a, dtype, 1, terms, WARP_ROWS)
         B = _tile(b, dtype, chunks, terms, within)
@@ -138,7 +139,7 @@ def product_of_tiles(dtype, terms, columns, chunk, other, announced=()):
                     X[lane, register] = X[lane, register] + (
                         T.cast(A[0, vj, vi], "float32") * T.cast(B[vc // chunk, vj, vc % chunk], "float32"))
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def spelling(a: T.handle, b: T.handle, x: T.handle) -> None:
         A = _tile(a, dtype, 1, terms, WARP_ROWS)
         B = _tile(b, dtype, chunks, terms, within)
@@ -159,7 +160,7 @@ def set_down(columns):
     what stood there has been added up."""
     registers, groups = columns // 2, columns // COLUMNS
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def meaning(x: T.handle, d: T.handle) -> None:
         X = _registers(x, "float32", registers)
         D = _piece(d, groups)
@@ -172,7 +173,7 @@ def set_down(columns):
                     lane, register = T.meta_var(accumulator_place(vi, vc))
                     T.buffer_store(D, X[lane, register], piece_place(vi, vc))
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def spelling(x: T.handle, d: T.handle) -> None:
         X = _registers(x, "float32", registers)
         D = _piece(d, groups)
@@ -201,7 +202,7 @@ def add_up(columns):
         group, row, column = piece_place(i, c)
         return (group * WARP_ROWS + row) * COLUMNS + column
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def meaning(x: T.handle, d: T.handle) -> None:
         X = T.match_buffer(x, (elements,), "float32", align=4, offset_factor=1)
         D = _piece(d, groups)
@@ -215,7 +216,7 @@ def add_up(columns):
                     T.writes(X[place(vi, vc)])
                     X[place(vi, vc)] = X[place(vi, vc)] + D[piece_place(vi, vc)]
 
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def spelling(x: T.handle, d: T.handle) -> None:
         X = T.match_buffer(x, (elements,), "float32", align=4, offset_factor=1)
         D = _piece(d, groups)

@@ -29,17 +29,23 @@ def drop_hints(func):
 def select_in_tiles(func):
     """Select between values that exist in any case: elements of a tile and constants. A vector cannot branch, it would be taken apart.
 
-    An if_then_else that guards a load from an argument stays one.
+    An if_then_else that guards a load from an argument stays one; what its condition loads itself, such as a sink, it does not guard.
     """
     arguments = [buffer for buffer in func.params if isinstance(buffer, tirx.Buffer)]
+
+    def loads_of(expr):
+        loads = []
+        tvm_ffi.structural_walk(expr, (tvm.ir.TensorLoad, loads.append))
+        return [load for load in loads if any(load.source.same_as(buffer) for buffer in arguments)]
 
     def select(call):
         if not rewrite.is_call(call, "if_then_else"):
             return call
-        loads = []
-        tvm_ffi.structural_walk(call, (tvm.ir.TensorLoad, loads.append))
-        guards = any(load.source.same_as(buffer) for load in loads for buffer in arguments)
-        return call if guards else tirx.Select(*call.args)
+        condition, *values = call.args
+        known = loads_of(condition)
+        guarded = (load for value in values for load in loads_of(value))
+        exist = all(any(tvm_ffi.structural_equal(load, other) for other in known) for load in guarded)
+        return tirx.Select(*call.args) if exist else call
 
     return func.with_body(tvm_ffi.structural_map(func.body, (tvm.ir.Call, select)))
 

@@ -13,6 +13,7 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.script import tirx as T
 
 from schedules.space import carried, decisions
+from te_defs import script
 
 
 @derived_object
@@ -51,7 +52,7 @@ def token(space, plan):
 
 @cache
 def _nothing():
-    @T.prim_func(s_tir=True)
+    @script.prim_func(s_tir=True)
     def nothing(a: T.handle):
         A = T.match_buffer(a, (1,))
         for i in T.serial(1):

@@ -1,6 +1,6 @@
 """The kernels of a backward pass, from workload to runtime module: delta, the functions that a family schedules, and those that make the
 gradients of tensors behind the scale, which are the same beside every family of a kind of device."""
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from schedules.build import compiled
@@ -31,6 +31,14 @@ class _OfRoles:
     def by_role(self):
         """{name of the function: its plan}."""
         return {role: getattr(self, role) for role in self.roles()}
+
+    def but(self, **changes):
+        """These plans with some of them changed."""
+        return replace(self, **changes)
+
+    def values(self):
+        """{"role.field": value}, as records have it."""
+        return {f"{role}.{field}": value for role, plan in self.by_role().items() for field, value in plan.values().items()}
 
     def __str__(self):
         return "; ".join(f"{role}: {plan}" for role, plan in self.by_role().items())
@@ -89,23 +97,50 @@ def function_names(any_order, place=1, apart=False):
     return tuple(name and f"attention_backward_{name}{suffix}" for name in ("delta", "delta_through_lse", *kinds))
 
 
-def taker(workload, arch, order=IN_ORDER):
-    """The first family that takes the workload on an architecture; NoSchedule, with the reason of each, where there is none."""
-    reasons = {family: family.decline(workload, arch) for family in FAMILIES[order]}
-    found = next((family for family, reason in reasons.items() if reason is None), None)
-    if found is None:
-        listed = "; ".join(f"{family.NAME}: {reason}" for family, reason in reasons.items())
+def declines(workload, arch, order=IN_ORDER):
+    """Reason of each family by name; None for a family that takes the workload on this architecture."""
+    return {family.NAME: family.decline(workload, arch) for family in FAMILIES[order]}
+
+
+def takers(workload, arch, order=IN_ORDER):
+    """The families that take the workload, in order of preference; NoSchedule, with the reason of each, where there is none."""
+    reasons = declines(workload, arch, order)
+    found = tuple(family for family in FAMILIES[order] if reasons[family.NAME] is None)
+    if not found:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise NoSchedule(f"a schedule for the gradients of {workload.name}, {order}, on {arch.name} was wanted, every family declined "
                          f"({listed}): choose another target or workload")
     return found
 
 
+def taker(workload, arch, order=IN_ORDER):
+    """The first of them."""
+    return takers(workload, arch, order)[0]
+
+
+def family_named(order, name):
+    """The family module of a name, as a record carries it."""
+    return next(family for family in FAMILIES[order] if family.NAME == name)
+
+
+def kind_of(family, workload):
+    """Class of a family's plans for a workload: Plans or ApartPlans, or that of the one function where dQ is summed in any order."""
+    if adds(family):
+        return family.PLAN
+    return ApartPlans if getattr(family, "apart", lambda _: False)(workload) else Plans
+
+
 def default_plans(family, workload, arch):
-    """A family's seeds: Plans, or the plan of the one function where dQ is summed in any order."""
+    """A family's seeds, as `kind_of` says."""
     if adds(family):
         return family.default_plan(workload, arch)
-    kind = ApartPlans if getattr(family, "apart", lambda _: False)(workload) else Plans
+    kind = kind_of(family, workload)
     return kind(*(family.default_plan(role, workload, arch) for role in kind.roles()))
+
+
+def compiler_options(family, plans):
+    """What the CUDA compiler is asked for: one call of it makes all functions."""
+    return family.compiler_options(plans if adds(family) else next(iter(plans.by_role().values())))
 
 
 def fit(family, workload, plans, arch, operands=Operands()):

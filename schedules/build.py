@@ -1,5 +1,6 @@
 """From workload and plan to a runtime module, the same way for tuning, export and `show`."""
 import tvm
+import tvm_ffi
 from tvm import s_tir
 
 #: Symbols of a kernel's TVM functions; the checked entry `flash_attention_forward` of an artefact calls one of them by the sign of scale.
@@ -26,6 +27,11 @@ def declared(family, workload, plan, negative_scale=False, strided=None, packed=
     """
     forms = {"strided": strided_of(family)[0] if strided is None else strided, "packed": packed}
     return family.declare(workload, plan, negative_scale=negative_scale, **{form: True for form, wanted in forms.items() if wanted})
+
+
+def declaration_of(family, workload, plan):
+    """Structural hash of the plain declaration of a plan, as text: what a record is of."""
+    return str(tvm_ffi.structural_hash(tvm.IRModule({"main": family.declare(workload, plan)})))
 
 
 def schedule(family, workload, plan, stages=None, negative_scale=False, strided=None, packed=False):

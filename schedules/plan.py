@@ -1,5 +1,5 @@
 """Plans: a schedule's knobs as frozen integers, and the budget that says whether a plan fits the hardware."""
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 
 class PlanError(ValueError):
@@ -22,6 +22,10 @@ class Plan:
     def but(self, **changes):
         """This plan with some fields changed."""
         return replace(self, **changes)
+
+    def values(self):
+        """{field: value}, as records and manifests have it."""
+        return asdict(self)
 
     def __str__(self):
         return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))

@@ -18,22 +18,20 @@ from pathlib import Path
 import tvm
 import tvm_ffi
 
-from schedules import backward
 from schedules.artefact.cases import check_cases
 from schedules.artefact.export import ExportError
 from schedules.tuning.log import LogError
+from schedules.tuning.subjects import subject_of
 from scripts import cli, options, peers
 from scripts.contest import Contestant, TorchData, TvmData, contest, summary
 from scripts.kernels import answer, answer_gradients, build_artefacts, cuda_toolkit
 from te_defs import reference
-from te_defs.workload import flops, standard_shape
+from te_defs.workload import standard_shape
 
 #: What "None" of the options means, on a GPU and on a CPU.
 SIZES = {kind: {"lengths": lengths, "tokens": options.TOKENS[kind], "hidden": options.HIDDEN[kind], "milliseconds": milliseconds}
          for kind, lengths, milliseconds in (("cuda", (1024, 4096, 16384), 12), ("cpu", (512, 1024), 100))}
 OURS = ("default", "tuned")
-#: Products over all scores of the two passes, as the field counts operations, however many a kernel computes.
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 
 class WrongKernel(ExportError):
@@ -66,26 +64,29 @@ def load_checked(name, workload, device, path, gradients=False):
 
 
 def our_plans(args, device, workload):
-    """{"default": (family, plan, None), "tuned": (family, plan, figures)}, the tuned one where there is a record; prints a line of each."""
-    plans = {"default": (*options.default_plan(args, device, workload), None)}
-    if args.backward:  # which has no tuned plans
-        family = backward.taker(workload, device.arch, args.backward)
-        print(f"{workload.name} backward: family {family.NAME}, {backward.default_plans(family, workload, device.arch)}", flush=True)
-        return plans
+    """{"default": (family, plan, None, None), "tuned": (family, plan, figures, None)}, the tuned one where there is a record; where
+    gradients are timed with Gradients last, default and tuned, behind one and the same forward pass. Prints a line of each."""
+    default = *options.default_plan(args, device, workload), None
     try:
-        plans["tuned"] = options.tuned_plan(args, device, workload)
+        if args.backward:
+            plans = {"default": (*default, options.default_gradients(workload, device.arch, args.backward))}
+            plans["tuned"] = *default, options.tuned_gradients(args, device.slug, workload, device.arch)
+        else:
+            plans = {"default": (*default, None)}
+            plans["tuned"] = *options.tuned_plan(args, device, workload), None
     except LogError as error:
         print(f"no tuned plan: {error}")
-    for name, (family, plan, _) in plans.items():
-        print(f"{workload.name} {name}: family {family.NAME}, {plan}", flush=True)
+    for name, (family, plan, _, gradients) in plans.items():
+        told = f"backward {name}: family {gradients.family}, {gradients.plans}" if gradients else f"{name}: family {family.NAME}, {plan}"
+        print(f"{workload.name} {told}", flush=True)
     return plans
 
 
 def our_kernels(args, device, workloads, folder):
     """{workload: {"default": module, "tuned": module}}, built side by side by processes of their own and checked."""
     plans = {(workload, name): plan for workload in workloads for name, plan in our_plans(args, device, workload).items()}
-    jobs = [(family.NAME, workload, plan, device.arch, folder / f"{workload.name}-{name}.so", figures, args.backward)
-            for (workload, name), (family, plan, figures) in plans.items()]
+    jobs = [(family.NAME, workload, plan, device.arch, folder / f"{workload.name}-{name}.so", figures, gradients)
+            for (workload, name), (family, plan, figures, gradients) in plans.items()]
     paths = dict(zip(plans, build_artefacts(jobs)))
     cuda_toolkit(device.arch)
     kernels = {workload: {} for workload in workloads}
@@ -111,7 +112,7 @@ def compare(args, device, kernels, workload, length):
     invited = peers.named(args.peers) if args.peers is not None else peers.BY_DEFAULT[device.kind] if torch_is_here else ()
     theirs, left_out = peers.admit(invited, workload, data, args.backward)
     turns = contest([*ours, *theirs], data, args.rounds, args.milliseconds, args.rest, args.seed)
-    operations = flops(workload, shape) * (BACKWARD_PRODUCTS / FORWARD_PRODUCTS if args.backward else 1)
+    operations = subject_of(workload, args.backward).operations(shape)
     figures = judged(summary(turns, operations), workload, peak_for(device, workload))
     case = {"workload": workload.name, "length": length, "batch": shape.batch, "heads": shape.q_heads}
     return [{**case, "contestant": name, **entry} for name, entry in figures.items()], left_out
@@ -208,7 +209,7 @@ def make_parser():
     parser.add_argument("--family", default=None, help="family of the default plan; None: the first that takes the workload")
     def size(name):
         return "None: " + ", ".join(f"{sizes[name]} on {kind}" for kind, sizes in SIZES.items()).replace("(", "").replace(")", "")
-    options.add_backward(parser, "time the gradients, by their default plans")
+    options.add_backward(parser, "time the gradients")
     parser.add_argument("--lengths", type=int, nargs="+", default=None, help="sequence lengths; " + size("lengths"))
     parser.add_argument("--tokens", type=int, default=None, help="batch x length, at least one sequence; " + size("tokens"))
     parser.add_argument("--hidden", type=int, default=None, help="heads x head dimension; " + size("hidden"))

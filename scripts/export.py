@@ -13,7 +13,7 @@ from schedules.arch import cuda_arch
 from schedules.artefact.variant import limits_of
 from schedules.plan import Plan, fitting
 from scripts import cli, options
-from scripts.kernels import build_gradients, build_kernels, write_artefact
+from scripts.kernels import build_kernels, write_artefact
 from te_defs.operand_gradients import require_gradient
 
 
@@ -94,6 +94,15 @@ def chosen(args, device, workload):
     return choices
 
 
+def gradients_for(args, device, workload, choices):
+    """Gradients for each choice, where they are asked for: on record for the device of --target, and for --also for the one that its
+    kernel was tuned on, or any."""
+    if not args.backward:
+        return []
+    slugs = [getattr(args, "gpu", None) or device.slug, *(it.measured and it.measured["device"] for it in choices[1:])]
+    return [options.chosen_gradients(args, slug, workload, it.arch) for slug, it in zip(slugs, choices)]
+
+
 def run(args):
     device = cli.find_device(args.target)
     workload = options.workload_of(args.workload, device)
@@ -108,16 +117,18 @@ def run(args):
         require_gradient(workload, name)
     output = args.output or Path("build", device.slug or device.arch.name, f"{workload.name}.so")
     first, *further = choices = chosen(args, device, workload)
+    of_gradients = gradients_for(args, device, workload, choices)
     cli.echo(command="export", device=device.description, workload=workload.name, family=first.family.NAME, plan=str(first.plan),
              archs=first.archs, also=[{"family": it.family.NAME, "plan": str(it.plan), "archs": it.archs,
                                        "tuned_on": it.measured and it.measured["device"]} for it in further],
-             backward=args.backward, gradients_of=args.gradients_of, output=output, seed=args.seed)
+             backward=[{"order": by.order, "family": by.family, "plan": str(by.plans), "record": by.measured and by.measured["record"]}
+                       for by in of_gradients], gradients_of=args.gradients_of, output=output, seed=args.seed)
     kernels = []
     for it in choices:
         kernels += build_kernels(it.family, workload, it.plan, it.arch, it.archs, it.measured, len(kernels) + 1)
     gradients = []
-    for it in choices if args.backward else ():
-        gradients += build_gradients(workload, it.arch, it.archs, len(gradients) + 1, order=args.backward, operands=args.gradients_of)
+    for it, by in zip(choices, of_gradients):
+        gradients += by.build(workload, it.arch, it.archs, len(gradients) + 1, args.gradients_of)
     for line in [line for kernel in (*kernels, *gradients) for line in kernel.figures()]:
         print(line)
     for path in write_artefact(kernels, workload, output, args.seed, gradients):

@@ -15,7 +15,7 @@ from schedules.arch import CUDA_ARCHS
 from schedules.artefact.cases import check_cases
 from schedules.artefact.export import export_artefact
 from schedules.artefact.manifest import describe
-from schedules.artefact.variant import Variant, variant_of
+from schedules.artefact.variant import Variant, gradient_variant, variant_of
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.lowering.toolkit import find_toolkit, preload
 from schedules.plan import Calls, fitting
@@ -101,7 +101,28 @@ def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1
             for number, (found, (of, entry, serves)) in enumerate(zip(figures, wanted), place)]
 
 
-def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, order=backward.IN_ORDER, operands=()):
+@dataclass(frozen=True)
+class Gradients:
+    """How gradients are made.
+
+    order     in which dQ is summed, a key of schedules.backward.FAMILIES
+    family    name of the family
+    plans     as schedules.backward.default_plans has them
+    measured  figures for the manifest, with where they come from; None where nothing was measured
+    """
+
+    order: str
+    family: str
+    plans: object
+    measured: dict | None = None
+
+    def build(self, workload, arch, archs=(), place=1, operands=()):
+        """The Kernels."""
+        family = backward.family_named(self.order, self.family)
+        return build_gradients(workload, arch, archs, place, family, self.plans, operands=operands, measured=self.measured)
+
+
+def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, order=backward.IN_ORDER, operands=(), measured=None):
     """Kernels of the gradients of a workload, lowered for `arch`: one, or where views with strides have one of their own, two.
 
     archs   further architectures, as in `build_kernel`
@@ -110,13 +131,14 @@ def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, 
     plans   schedules.backward.Plans; None: the family's seeds
     order   in which dQ is summed, a key of schedules.backward.FAMILIES
     operands  names of tensors behind the scale whose gradients are made, too
+    measured  figures for the manifest, with where they come from
     """
     operands = backward.operands(workload, operands, arch)
     family = family or backward.taker(workload, arch, order)
     plans = plans or backward.default_plans(family, workload, arch)
     runs_later, kernels = portable(arch, lambda row: backward.fit(family, workload, plans, row, operands)), []
     for number, strided in enumerate(family.STRIDED, place):
-        toolkit, compiling = compiler(arch, archs, family.compiler_options(getattr(plans, "dk_dv", plans)))
+        toolkit, compiling = compiler(arch, archs, backward.compiler_options(family, plans))
         with compiling as log:
             module = backward.build(family, workload, plans, arch, number, strided)
         compiled = log.kernels if log else ()
@@ -124,8 +146,9 @@ def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, 
             with compiler(arch, archs, operands.family.compiler_options(operands.plan))[1] as log:
                 module.import_module(backward.build_operands(workload, operands, arch, number, strided))
             compiled = *compiled, *(log.kernels if log else ())
-        variant = variant_of(module, family, arch, plans, compiled, serves=Calls(strided=strided), portable=runs_later)
-        kernels.append(Kernel(replace(variant, sum_rows=plans.q_tile if backward.adds(family) else 0, operands=operands), toolkit))
+        figures = measured if strided == family.STRIDED[0] else None  # what the tuner measures
+        kernels.append(Kernel(gradient_variant(module, family, arch, plans, strided, operands, kernels=compiled, measured=figures,
+                                               portable=runs_later), toolkit))
     return kernels
 
 
@@ -141,11 +164,11 @@ def write_artefact(kernels, workload, path, seed=0, gradients=()):
     return export_artefact(variants, workload, path, manifest, cases, backward_variants)
 
 
-def build_artefact(family_name, workload, plan, arch, path, measured=None, order=None):
-    """Build a plan and write it as an artefact, with gradients whose sums are made in this order, if any; the path of the .so. Takes and
-    returns what another process can be sent."""
+def build_artefact(family_name, workload, plan, arch, path, measured=None, gradients=None):
+    """Build a plan and write it as an artefact, with Gradients, if any; the path of the .so. Takes and returns what another process can be
+    sent."""
     kernels = build_kernels(registry.family_named(family_name), workload, plan, arch, measured=measured)
-    return write_artefact(kernels, workload, path, gradients=build_gradients(workload, arch, order=order) if order else ())[0]
+    return write_artefact(kernels, workload, path, gradients=gradients.build(workload, arch) if gradients else ())[0]
 
 
 def build_artefacts(jobs):

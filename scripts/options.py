@@ -4,7 +4,9 @@ import argparse
 from schedules import backward, registry
 from schedules.tuning.log import data_of
 from schedules.tuning.records import ForeignLog, NoRecord, best_record
+from schedules.tuning.subjects import ForwardPass, subject_of
 from scripts import cli
+from scripts.kernels import Gradients
 
 #: What `--workload auto` means: the commonest case of a GPU, and the one that a CPU is good at.
 AUTO_WORKLOAD = {"cuda": "d128_f16_causal", "cpu": "d64_f32_causal"}
@@ -75,28 +77,44 @@ def tuned_plan(args, device, workload):
 
 
 def _plan_on_record(args, slug, workload, arch):
-    record = best_record(cli.log_folder(args.logs), slug, workload, arch)
-    figures = {"seconds": record.seconds, "shape": data_of(record.shape), "device": slug}
-    return registry.family_named(record.family), record.plan, figures
+    family, plan, figures = _on_record(args, slug, workload, arch)
+    return registry.family_named(family), plan, figures
 
 
-def families_of(name, workload, arch):
-    """The families that take the workload, or of these the one with that name; NoSchedule or UsageError where there is none."""
-    takers = registry.takers(workload, arch)
+def _on_record(args, slug, workload, arch, order=None):
+    """(name of the family, plan, figures for a manifest) of the best record; of gradients where an order is given."""
+    record = best_record(cli.log_folder(args.logs), slug, workload, arch, order)
+    figures = {"seconds": record.seconds, "shape": data_of(record.shape), "device": slug,
+               "record": f"{slug}/{subject_of(workload, order).name}"}
+    return record.family, record.plan, figures
+
+
+def _first_on_record(args, workload, arch, order=None):
+    """The same of the first device, by name, that has a log for the architecture; None where none has."""
+    for folder in sorted(cli.log_folder(args.logs).glob(f"*/{subject_of(workload, order).name}")):
+        try:
+            return _on_record(args, folder.parent.name, workload, arch, order)
+        except (ForeignLog, NoRecord):
+            continue
+    return None
+
+
+def families_of(name, subject, arch):
+    """The families that take what is tuned (schedules.tuning.subjects), or of these the one with that name; NoSchedule or UsageError where
+    there is none."""
+    takers, families = subject.takers(arch), subject.families()
     if name is None:
         return takers
-    names = [family.NAME for family in registry.FAMILIES]
-    if name not in names:
-        raise cli.UsageError(f"--family is one of {', '.join(names)}, found {name!r}: choose one of these")
-    family = registry.family_named(name)
-    if family not in takers:
-        raise registry.NoSchedule(f"{name} does not take {workload.name} on {arch.name}: {family.decline(workload, arch)}")
-    return (family,)
+    if name not in families:
+        raise cli.UsageError(f"--family is one of {', '.join(families)}, found {name!r}: choose one of these")
+    if families[name] not in takers:
+        raise registry.NoSchedule(f"{name} does not take {subject.name} on {arch.name}: {subject.declines(arch)[name]}")
+    return (families[name],)
 
 
 def default_plan(args, device, workload):
     """(family, plan) of the seed, of --family or of the first family that takes the workload."""
-    family = families_of(args.family, workload, device.arch)[0]
+    family = families_of(args.family, ForwardPass(workload), device.arch)[0]
     return family, family.default_plan(workload, device.arch)
 
 
@@ -106,12 +124,9 @@ def further_plan(args, workload, arch):
     With --plan best the tuned plan of the first device, by name, that has a log for it; else the seed of the first family that takes the
     workload.
     """
-    folders = sorted(cli.log_folder(args.logs).glob(f"*/{workload.name}")) if args.plan == "best" else ()
-    for folder in folders:
-        try:
-            return _plan_on_record(args, folder.parent.name, workload, arch)
-        except (ForeignLog, NoRecord):
-            continue
+    found = _first_on_record(args, workload, arch) if args.plan == "best" else None
+    if found is not None:
+        return registry.family_named(found[0]), *found[1:]
     family = registry.takers(workload, arch)[0]
     return family, family.default_plan(workload, arch), None
 
@@ -125,3 +140,29 @@ def chosen_plan(args, device, workload):
         raise cli.UsageError(f"--plan best takes the log's best plan, found one of {family.NAME} and --family {args.family}: "
                              "use --plan default, or leave --family out")
     return family, plan, figures
+
+
+def default_gradients(workload, arch, order):
+    """Gradients by the default plans of the first family that takes the workload."""
+    family = backward.taker(workload, arch, order)
+    return Gradients(order, family.NAME, backward.default_plans(family, workload, arch))
+
+
+def tuned_gradients(args, slug, workload, arch):
+    """Gradients of the best record of a device, or without one of the first device that has a log for the architecture; LogError."""
+    found = _on_record(args, slug, workload, arch, args.backward) if slug else _first_on_record(args, workload, arch, args.backward)
+    if found is None:
+        raise NoRecord(f"a record of {subject_of(workload, args.backward).name} for {arch.name} was wanted, found none in "
+                       f"{cli.log_folder(args.logs)}")
+    return Gradients(args.backward, *found)
+
+
+def chosen_gradients(args, slug, workload, arch):
+    """Gradients by --plan: those on record, or where nothing was tuned, which is said, by the default plans. A record that no longer fits
+    is a LogError."""
+    if args.plan == "best":
+        try:
+            return tuned_gradients(args, slug, workload, arch)
+        except NoRecord as error:
+            print(f"gradients by their default plans: {error}", flush=True)
+    return default_gradients(workload, arch, args.backward)

@@ -2,6 +2,7 @@
 
     python -m scripts.tune --workload d128_f16_causal d128_f16_full --minutes 3
     python -m scripts.tune --workload d64_f32_full --target cpu --trials 40 --dry-run
+    python -m scripts.tune --workload d128_f16_full --backward any-order --minutes 2
 
 A second run goes on where the first one ended. Exit codes: 0 done, 1 failed or interrupted, 2 wrong arguments.
 """
@@ -24,17 +25,18 @@ import tvm
 import tvm_ffi
 import xgboost
 
-from schedules import registry
 from schedules.lowering.toolkit import find_toolkit
-from schedules.space import Space, spaces_of
+from schedules.space import Space
 from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.log import Log, locked
 from schedules.tuning.results import champion_of, conclude
 from schedules.tuning.run_worker import Setting
 from schedules.tuning.runner import GatedRunner
-from schedules.tuning.search import Host, Limits, Session, TuneError
+from schedules.tuning.search import Host, Limits, TuneError
+from schedules.tuning.several import session_of
+from schedules.tuning.subjects import subject_of
 from scripts import cli, options
-from te_defs.workload import flops, standard_shape
+from te_defs.workload import standard_shape
 
 #: Length that is timed by default.
 LENGTH = {"cuda": 4096, "cpu": 1024}
@@ -61,13 +63,15 @@ class Tools:
 def make_parser():
     parser = options.parser("tune", __doc__)
     options.add_what(parser, several=True)
+    options.add_backward(parser, "tune the gradients instead")
     parser.add_argument("--trials", type=_positive(int), help="end after so many new candidates a workload; None: no limit")
     parser.add_argument("--minutes", type=_positive(float),
                         help=f"end after so many minutes a workload; None: {MINUTES:g}, or no limit with --trials")
     parser.add_argument("--length", type=_positive(int), help="query and key rows of the shape that is timed; None: "
                         + ", ".join(f"{length} on {kind}" for kind, length in LENGTH.items()))
     options.add_logs(parser)
-    parser.add_argument("--family", default=None, help="search the plans of this family only; None: of all that take the workload")
+    parser.add_argument("--family", default=None, help="search the plans of this family only; None: of all that take the workload, "
+                        "gradients: of the first that does")
     parser.add_argument("--seed", type=options.seed, default=0, help="of all draws")
     parser.add_argument("--workers", type=_positive(int), help="build processes; None: one a core")
     parser.add_argument("--commit", help="noted in run.json; None: that of the git checkout")
@@ -100,15 +104,16 @@ def tune_all(args, stop):
     limits = Limits(args.trials, None if minutes is None else 60 * minutes)
     length = args.length or LENGTH[device.kind]
     workers = args.workers or len(os.sched_getaffinity(0))
-    cli.echo(command="tune", target=device.arch.name, device=device.description, workload=[workload.name for workload in workloads],
+    subjects = [subject_of(workload, args.backward) for workload in workloads]
+    cli.echo(command="tune", target=device.arch.name, device=device.description, workload=[subject.name for subject in subjects],
              trials=args.trials, minutes=minutes, length=length, family=args.family, logs=logs, seed=args.seed, workers=workers,
              dry_run=args.dry_run)
-    tasks = [(Log(logs, device.slug or "<device>", workload, device.arch),
-              spaces_of(options.families_of(args.family, workload, device.arch), workload, device.arch),
-              standard_shape(workload, length, options.TOKENS[device.kind], options.HIDDEN[device.kind])) for workload in workloads]
+    tasks = [(Log(logs, device.slug or "<device>", subject, device.arch),
+              subject.parts(options.families_of(args.family, subject, device.arch), device.arch),
+              standard_shape(subject.workload, length, options.TOKENS[device.kind], options.HIDDEN[device.kind])) for subject in subjects]
     if args.dry_run:
-        for log, spaces, shape in tasks:
-            describe(device, limits, log, spaces, shape)
+        for log, parts, shape in tasks:
+            describe(device, limits, log, parts, shape)
         return
     if device.slug is None:
         raise cli.UsageError(f"tuning needs the device itself, found {device.description}: run on such a machine, or use --target auto")
@@ -119,40 +124,41 @@ def tune_all(args, stop):
                 raise cli.Interrupted(f"interrupted: what was tuned so far is kept in {logs / device.slug}, the same command goes on there")
 
 
-def describe(device, limits, log, spaces, shape):
-    """Print what a run would do: target, who takes the workload, the spaces, the first plan's budget, limits and folder."""
-    print(f"{log.workload.name} on {device.description}, lowered for {device.arch.name}")
-    for name, reason in registry.declines(log.workload, device.arch).items():
-        print(f"  {name:<10}{'takes it' if reason is None else 'declines: ' + reason}")
+def describe(device, limits, log, parts, shape):
+    """Print what a run would do: target, who takes the workload, the spaces, the first plans' budgets, limits and folder."""
+    print(f"{log.subject.name} on {device.description}, lowered for {device.arch.name}")
+    reasons = log.subject.declines(device.arch)
+    width = max(10, *(len(name) + 1 for name in reasons))
+    for name, reason in reasons.items():
+        print(f"  {name:<{width}}{'takes it' if reason is None else 'declines: ' + reason}")
+    spaces = [space for spaces in parts.values() for space in spaces]
     fitting = [len(space.fitting_plans()) for space in spaces]
     for space, count in zip(spaces, fitting):
         print(f"  space {space.name}: {count} of {space.size} plans fit")
     total = sum(space.size for space in spaces)
     print(f"  {sum(fitting)} of {total} plans in {len(spaces)} spaces fit ({100 * sum(fitting) // total} %)")
-    family, seed = spaces[0].family, spaces[0].seed
-    print(f"  first plan: {family.NAME} {seed}\n{family.budget(log.workload, device.arch, seed).table()}")
+    for first, *_ in parts.values():
+        print(f"  first plan: {first.family.NAME} {first.seed}\n{first.family.budget(first.workload, device.arch, first.seed).table()}")
     print(f"  timed at {shape}")
     print(f"  limits: {limits.trials or 'no'} trials, {'no' if limits.seconds is None else f'{limits.seconds / 60:g}'} minutes")
     print(f"  log: {log.path}")
 
 
-def tune(tools, log, spaces, shape):
+def tune(tools, log, parts, shape):
     """One session: resume the log, search, keep. TuneError where nothing passed; after a stop it returns early."""
-    tools.runner.setting = Setting(tools.device.kind, log.workload, shape)
-    families = {family.NAME: family for family in registry.FAMILIES}
+    subject, begun = log.subject, time.monotonic()
+    tools.runner.setting = Setting(tools.device.kind, subject, shape)
     with locked(log.path):
         run = log.read_run()
-        champion = champion_of(run, families)
-        if champion is not None and not any(space.owns(*champion) for space in spaces):  # a winner must beat it; it is not searched around
-            spaces = (*spaces, Space(families[champion[0]], log.workload, log.arch, champion[1], ()))
+        champion = champion_of(run, subject)
         log.check_database()
-        known, declarations = log.read_measured(families, shape)
+        known, declarations = log.read_measured(subject.members(), shape)
         if known:
-            print(f"{log.workload.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
-        host = Host(time.monotonic, tools.stop, Lines(log.workload, shape).show, lambda: log.write_measured(known, declarations, shape))
-        session = Session(spaces, shape, tools.builder, tools.runner, host, known, declarations, champion=champion,
-                          seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind], alone=tools.device.kind == "cpu")
-        begun = time.monotonic()
+            print(f"{subject.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
+        host = Host(time.monotonic, tools.stop, Lines(subject, shape).show, lambda: log.write_measured(known, declarations, shape))
+        session = session_of(subject, with_champion(subject, parts, champion, log.arch), champion, shape, tools.builder, tools.runner, host,
+                             known, declarations, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
+                             alone=tools.device.kind == "cpu")
         try:
             winner = session.run(tools.limits)
         except TuneError:
@@ -165,21 +171,44 @@ def tune(tools, log, spaces, shape):
         conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
     if winner is not None:
         family, plan = winner.key
-        print(f"{log.workload.name}: best of {len(known)} plans by {winner.measured}: {speed(log.workload, shape, winner.seconds)}, "
+        print(f"{subject.name}: best of {len(known)} plans by {winner.measured}: {speed(subject, shape, winner.seconds)}, "
               f"{family} {plan}", flush=True)
+        print(f"{subject.name}: {gain(winner, session.default)}", flush=True)
 
 
-def speed(workload, shape, seconds):
+def with_champion(subject, parts, champion, arch):
+    """The spaces of all parts, with one more for a plan of a champion that is in none: a winner must beat it; it is not searched around."""
+    if champion is None:
+        return parts
+    members, found = subject.members(), dict(parts)
+    for part, (name, plan) in subject.split(champion).items():
+        if part in found and not any(space.owns(name, plan) for space in found[part]):
+            found[part] = (*found[part], Space(members[name], subject.workload, arch, plan, ()))
+    return found
+
+
+def gain(winner, default):
+    """What the last round says of the winner and the default plan, for people."""
+    told = {key: f"{1e3 * it.seconds:.4f} ms ({1e3 * it.least:.4f} to {1e3 * it.most:.4f})" for key, it in winner.scores.items()}
+    if default not in told:
+        return "not measured beside the default plan"
+    if winner.key == default:
+        return f"the default plan stays: {told[default]}"
+    return (f"{winner.scores[default].seconds / winner.seconds:.3f}x as fast as the default plan in the last round: {told[winner.key]} "
+            f"against {told[default]}")
+
+
+def speed(subject, shape, seconds):
     """Milliseconds and floating-point operations a second, for people."""
-    rate = flops(workload, shape) / seconds
+    rate = subject.operations(shape) / seconds
     return f"{1e3 * seconds:.4f} ms, " + (f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GFLOP/s")
 
 
 class Lines:
     """Progress lines: one for each new best, else one every few seconds."""
 
-    def __init__(self, workload, shape):
-        self.workload, self.shape, self._best, self._last = workload, shape, None, float("-inf")
+    def __init__(self, subject, shape):
+        self.subject, self.shape, self._best, self._last = subject, shape, None, float("-inf")
 
     def show(self, progress):
         if progress.best == self._best and progress.elapsed - self._last < LINE_SECONDS:
@@ -188,7 +217,7 @@ class Lines:
         best = "none right so far"
         if progress.best is not None:
             family, plan = progress.best
-            best = f"best {speed(self.workload, self.shape, progress.best_seconds)}, {family} {plan}"
+            best = f"best {speed(self.subject, self.shape, progress.best_seconds)}, {family} {plan}"
         left = "" if progress.left is None else f", {progress.left:.0f} s left"
         print(f"[{progress.elapsed:.0f} s{left}] {progress.tried} tried, {progress.refused} refused, {best}", flush=True)
 

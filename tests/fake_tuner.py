@@ -36,7 +36,9 @@ class FakeBuilder:
         self.workers, self.fail, self.spaces, self.built, self.begun = workers, fail, (), {}, []
 
     def begin(self, mod, whole=False):
-        plan = StandInPlan(**decisions(mod)[2])
+        return self.begin_plan(None, StandInPlan(**decisions(mod)[2]), whole)
+
+    def begin_plan(self, _space, plan, whole=False):
         self.begun.append((plan, whole))
         future = concurrent.futures.Future()
         future.set_result(plan)
@@ -58,10 +60,10 @@ class FakeBuilder:
 
 
 class FakeRunner:
-    """Measures by `outcome_of`; the duel turns the order round where `upset`."""
+    """Measures by `outcome_of`; the duel turns the order round where `upset`, and is not through in time where `late`."""
 
-    def __init__(self, upset=False, refuse=lambda plan: plan.fault):
-        self.upset, self.refuse, self.best_seconds, self.measured = upset, refuse, None, []
+    def __init__(self, upset=False, refuse=lambda plan: plan.fault, late=False):
+        self.upset, self.refuse, self.late, self.best_seconds, self.measured = upset, refuse, late, None, []
 
     def run(self, inputs):
         plan = StandInPlan(*json.loads(str(inputs[0].artifact_path)))
@@ -69,7 +71,9 @@ class FakeRunner:
         result = (None, "wrong") if self.refuse(plan) else ([outcome_of(plan).seconds], None)
         return [ms.runner.LocalRunnerFuture(*result)]
 
-    def duel(self, paths, seed):
+    def duel(self, paths, seed, seconds=None):
+        if self.late:
+            return None
         seconds = [outcome_of(StandInPlan(*json.loads(path))).seconds for path in paths]
         return [{"seconds": [-x if self.upset else x], "error": 1e-7} for x in seconds]
 
@@ -87,5 +91,5 @@ class Clock:
 
 def session(builder=None, runner=None, known=None, declarations=None, stop=lambda: False, clock=lambda: 0.0, champion=None):
     host = Host(clock, stop, report=lambda progress: None, save=lambda: None)
-    return Session(spaces(), SHAPE, builder or FakeBuilder(), runner or FakeRunner(), host, {} if known is None else known,
+    return Session(WORKLOAD.name, spaces(), SHAPE, builder or FakeBuilder(), runner or FakeRunner(), host, {} if known is None else known,
                    {} if declarations is None else declarations, champion=champion)

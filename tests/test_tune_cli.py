@@ -1,6 +1,7 @@
 """`python -m scripts.tune` as a user meets it: what it says, what it leaves behind, and its exit code, whatever comes in between."""
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from schedules import registry
 from schedules.tuning import log, records
 from schedules.tuning.log import ForeignLog
+from schedules.tuning.subjects import ForwardPass
 from scripts import cli, tune
 from tests import stand_in
 
@@ -131,7 +133,9 @@ class TestSession:
         lines = text.splitlines()
         assert json.loads(lines[0])["seed"] == 3
         assert "tried, 0 refused, best " in lines[1] and "GFLOP/s, cpu q_tile=" in lines[1]
-        assert lines[-1].startswith(f"{NAME}: best of 3 plans by duel: ")
+        assert lines[-2].startswith(f"{NAME}: best of 3 plans by duel: ")
+        assert re.fullmatch(rf"{NAME}: (the default plan stays|\d\.\d+x as fast as the default plan in the last round): [\d.]+ ms \(.*\)",
+                            lines[-1])
 
     def test_leaves_a_log_with_its_birth_certificate(self, tuned):
         folder = folder_of(tuned[0])
@@ -169,7 +173,7 @@ class TestSession:
 
     def test_a_log_of_another_device_is_refused(self, tuned):
         folder = folder_of(tuned[0])
-        place = log.Log(tuned[0], "another-device", cli.parse_workload(NAME), cli.find_device("cpu").arch)
+        place = log.Log(tuned[0], "another-device", ForwardPass(cli.parse_workload(NAME)), cli.find_device("cpu").arch)
         place.path.parent.mkdir()
         place.path.symlink_to(folder)
         with pytest.raises(ForeignLog, match="must be of device another-device"):

@@ -15,6 +15,7 @@ from schedules.tuning.features import KnobFeatures, token
 from schedules.tuning.run_worker import Setting
 from schedules.tuning.runner import GatedRunner
 from schedules.tuning.search import Limits, TuneError
+from schedules.tuning.subjects import ForwardPass
 from schedules.tuning.task import Task
 from te_defs import reference
 from te_defs.workload import Shape
@@ -29,7 +30,7 @@ CPU = tvm.cpu()
 
 @pytest.fixture(scope="module")
 def gate_cases():
-    return gate.cases(WORKLOAD, CPU)
+    return gate.cases(ForwardPass(WORKLOAD), CPU)
 
 
 def by_reference(change=lambda out, lse: None):
@@ -45,11 +46,12 @@ def by_reference(change=lambda out, lse: None):
 
 class TestGate:
     def test_a_right_kernel_passes(self, gate_cases):
-        assert gate.check(by_reference(), WORKLOAD, gate_cases, CPU, by_reference()) < 1e-6
+        assert gate.check(by_reference(), gate_cases, CPU, by_reference()) < 1e-6
 
     def test_the_cases_are_ragged_and_have_rows_without_keys(self, gate_cases):
-        assert any(np.isneginf(case.lse).any() and not np.isneginf(case.lse).all() for case in gate_cases)
-        assert {case.scale < 0 for case in gate_cases} == {True, False}
+        lses = [reference.forward(WORKLOAD, *(x.numpy() for x in case.inputs), case.behind[0])[1] for case in gate_cases]
+        assert any(np.isneginf(lse).any() and not np.isneginf(lse).all() for lse in lses)
+        assert {case.negative for case in gate_cases} == {True, False}
 
     @pytest.mark.parametrize("change, message", [
         (lambda out, lse: out.__iadd__(0.01), "error 1.00e-02 exceeds"),
@@ -58,15 +60,15 @@ class TestGate:
     ])
     def test_a_wrong_kernel_is_refused(self, gate_cases, change, message):
         with pytest.raises(gate.Refused, match=message):
-            gate.check(by_reference(change), WORKLOAD, gate_cases, CPU)
+            gate.check(by_reference(change), gate_cases, CPU)
 
     def test_the_twin_is_judged_too(self, gate_cases):
         with pytest.raises(gate.Refused, match="N = 199"):
-            gate.check(by_reference(), WORKLOAD, gate_cases, CPU, by_reference(lambda out, lse: out.__iadd__(1)))
+            gate.check(by_reference(), gate_cases, CPU, by_reference(lambda out, lse: out.__iadd__(1)))
 
     def test_what_is_not_written_is_no_answer(self, gate_cases):
         with pytest.raises(gate.Refused, match="is nan where"):
-            gate.check(lambda *arguments: None, WORKLOAD, gate_cases, CPU)
+            gate.check(lambda *arguments: None, gate_cases, CPU)
 
     def test_nothing_is_written_past_the_end(self):
         output = gate.Output((2, 3), np.float32, CPU)
@@ -87,7 +89,7 @@ def builder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def device_runner():
     made = GatedRunner("cpu", None)
-    made.setting = Setting("cpu", WORKLOAD, SHAPE)
+    made.setting = Setting("cpu", ForwardPass(WORKLOAD), SHAPE)
     yield made
     made.close()
 
@@ -134,7 +136,8 @@ class TestWorkers:
     @pytest.mark.parametrize("at_load, message", [
         ("abort();", "the kernel crashes"), ("sleep(60);", "not measured within 3 s"), (";", f"Module has no function '{build.KERNEL}'")])
     def test_a_kernel_that_crashes_or_hangs_does_not_stop_the_next(self, builder, device_runner, tmp_path, monkeypatch, at_load, message):
-        monkeypatch.setattr(runner, "TIMEOUT", 3)
+        for limit in ("TIMEOUT", "LATER"):
+            monkeypatch.setattr(runner, limit, 3)
         source, library = tmp_path / "bad.c", tmp_path / "bad.so"
         source.write_text(f"#include <stdlib.h>\n#include <unistd.h>\n__attribute__((constructor)) static void load() {{ {at_load} }}\n")
         run_c_compiler(["-x", "c", "-shared", "-fPIC", str(source), "-o", str(library)])
@@ -223,7 +226,7 @@ class TestSession:
 
     def test_a_finalist_that_fails_is_refused_for_good(self):
         class Strict(FakeRunner):
-            def duel(self, paths, seed):
+            def duel(self, paths, seed, seconds=None):
                 found = super().duel(paths, seed)
                 return [{"refused": "twin is wrong"}, *found[1:]]
         made = session(runner=Strict())

@@ -10,12 +10,13 @@ import tvm_ffi
 
 from schedules import registry
 from schedules.arch import CUDA_ARCHS, cpu_arch
-from schedules.space import decisions, spaces_of
+from schedules.space import decisions
 from schedules.tuning import log, records
 from schedules.tuning.database import replay, write_database
 from schedules.tuning.forms import static_form, symbolic_form
 from schedules.tuning.results import champion_of, conclude
 from schedules.tuning.search import Limits
+from schedules.tuning.subjects import ForwardPass, subject_named
 from te_defs.workload import Shape, Workload
 from tests import stand_in
 from tests.fake_tuner import ARCH, SHAPE, SLUG, WORKLOAD, session, spaces
@@ -34,7 +35,7 @@ def one_session(tmp_path_factory):
     made, root = session(), tmp_path_factory.mktemp("logs")
     winner = made.run(Limits(trials=8))
     made.declarations[made.space_of(winner.key).name] = records.declaration_of(stand_in, WORKLOAD, winner.key[1])
-    place = log.Log(root, SLUG, WORKLOAD, ARCH)
+    place = log.Log(root, SLUG, ForwardPass(WORKLOAD), ARCH)
     place.write_measured(made.known, made.declarations, SHAPE)
     conclude(place, made, SHAPE, None, winner, {"slug": SLUG}, {"seed": 0})
     return root, made, winner
@@ -45,7 +46,7 @@ def tuned(tmp_path, families, one_session):
     """A copy of that session's log."""
     root, made, winner = one_session
     shutil.copytree(root, tmp_path, dirs_exist_ok=True)
-    return SimpleNamespace(log=log.Log(tmp_path, SLUG, WORKLOAD, ARCH), session=made, winner=winner, root=tmp_path)
+    return SimpleNamespace(log=log.Log(tmp_path, SLUG, ForwardPass(WORKLOAD), ARCH), session=made, winner=winner, root=tmp_path)
 
 
 class TestLog:
@@ -107,7 +108,7 @@ class TestRecords:
         assert (record.family, record.plan) == tuned.winner.key
         assert (record.seconds, record.shape) == (tuned.winner.seconds, SHAPE)
         assert record.run["best"]["measured"] == "duel"
-        assert champion_of(record.run, {"stand_in": stand_in}) == tuned.winner.key
+        assert champion_of(record.run, ForwardPass(WORKLOAD)) == tuned.winner.key
 
     def test_none_is_said_to_be_missing(self, tuned):
         with pytest.raises(records.NoRecord, match="a record of fwd_d64_dv64_f16_full for .* was wanted, found none in .*: run python -m"):
@@ -182,7 +183,7 @@ class TestDatabase:
 
     def test_names_no_file_of_this_machine_and_is_small(self, tmp_path):
         space = spaces()[0]
-        write_database(tmp_path, space, [(1e-3, plan) for plan in space.fitting_plans()], SHAPE)
+        write_database(tmp_path, [(space, [(1e-3, plan) for plan in space.fitting_plans()])], SHAPE)
         texts = [(tmp_path / name).read_text() for name in log.DATABASE]
         graph = base64.b64decode(json.loads(texts[0])[1])
         assert b".py" not in graph
@@ -190,7 +191,7 @@ class TestDatabase:
 
     def test_its_hash_is_metaschedules_own(self, tmp_path):
         space = spaces()[0]
-        write_database(tmp_path, space, [(1e-3, space.seed)], SHAPE)
+        write_database(tmp_path, [(space, [(1e-3, space.seed)])], SHAPE)
         stored = json.loads((tmp_path / log.DATABASE[0]).read_text())[0]
         assert stored == str(tvm_ffi.structural_hash(static_form(symbolic_form(space), WORKLOAD, SHAPE)))
 
@@ -200,11 +201,12 @@ COMMITTED = sorted(path.parent for path in (Path(__file__).parent.parent / "tuni
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
 def test_a_committed_log_is_of_these_sources(folder):
-    run, workload = log.read_json(folder / log.RUN), Workload.parse(folder.name)
+    run, subject = log.read_json(folder / log.RUN), subject_named(folder.name)
     assert run["arch"] in CUDA_ARCHS, "logs of CPUs are not committed"
-    record = records.best_record(folder.parent.parent, folder.parent.name, workload, CUDA_ARCHS[run["arch"]])
-    family = registry.family_named(record.family)
-    space = next(space for space in spaces_of((family,), workload, record.arch) if space.owns(record.family, record.plan))
-    record_in_database, sch = replay(folder, space, record.shape)[0]
-    assert str(record_in_database.target.arch) == run["arch"]
-    assert family.PLAN(**decisions(sch.mod)[2]) == record.plan
+    record = records.best_record(folder.parent.parent, folder.parent.name, subject.workload, CUDA_ARCHS[run["arch"]], subject.order)
+    parts = subject.parts((subject.families()[record.family],), record.arch)
+    for part, (name, plan) in subject.split((record.family, record.plan)).items():
+        space = next(space for space in parts[part] if space.owns(name, plan))
+        record_in_database, sch = replay(folder, space, record.shape)[0]
+        assert str(record_in_database.target.arch) == run["arch"]
+        assert type(plan)(**decisions(sch.mod)[2]) == plan

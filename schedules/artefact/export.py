@@ -51,8 +51,7 @@ def export_artefact(variants, workload, path, manifest, cases, gradients=()):
         if gradients:
             entries.append(compile_entry(workload, gradients, manifest, scratch, backward=True))
         library, checks = scratch / "artefact.so", scratch / "check.npz"
-        _joined((*variants, *gradients)).export_library(str(library), addons=list(map(str, entries)), fcompile=_link,
-                                                          workspace_dir=str(scratch))
+        _write_library(library, (*variants, *gradients), entries, scratch)
         if read_manifest(library) != json.loads(to_json(manifest)):
             raise ExportError(f"{path.name} does not give back the manifest that went into it: build it again")
         write_cases(checks, workload, cases)
@@ -60,6 +59,20 @@ def export_artefact(variants, workload, path, manifest, cases, gradients=()):
         os.replace(checks, checks_path)
         os.replace(library, path)
     return path, checks_path
+
+
+def export_gradients(gradients, workload, path):
+    """Write a library with nothing but flash_attention_backward to `path`, which is what the tuner measures; the rest as in
+    `export_artefact`."""
+    check_variants((), workload, gradients)
+    with tempfile.TemporaryDirectory() as scratch:
+        entry = compile_entry(workload, gradients, {}, Path(scratch), backward=True)
+        _write_library(path, gradients, [entry], scratch)
+
+
+def _write_library(path, variants, entries, scratch):
+    """Link the modules of variants and the object files of entries together."""
+    _joined(variants).export_library(str(path), addons=list(map(str, entries)), fcompile=_link, workspace_dir=str(scratch))
 
 
 def functions_of(variant, workload, place, backward):
@@ -88,8 +101,8 @@ def check_variants(variants, workload, gradients=()):
                 raise ExportError(f"the module carries {part.kind} source and no device code: call toolkit.preload before it is built")
         if variant.arch.kind == "cuda" and not variant.archs:
             raise ExportError(f"a CUDA variant says what its code runs on, found that {variant.name} does not: give it its CompiledKernels")
-        if variant.arch.kind != variants[0].arch.kind:
-            raise ExportError(f"the variants of an artefact are for one kind of device, found {variants[0].arch.kind} and "
+        if variant.arch.kind != all_places[0][1].arch.kind:
+            raise ExportError(f"the variants of an artefact are for one kind of device, found {all_places[0][1].arch.kind} and "
                               f"{variant.arch.kind}: make an artefact for each")
     for variant in gradients:
         if variant.operands.names != gradients[0].operands.names:

@@ -2,12 +2,12 @@
 
 An artefact lists its variants best first. A call is served by the first that has code for the device and takes the tensors.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tvm
 
 from schedules.arch import cuda_arch
-from schedules.backward import Operands
+from schedules.backward import Operands, adds
 from schedules.build import runtime_module
 from schedules.plan import Calls, Plan
 
@@ -74,3 +74,9 @@ def variant_of(module, family, arch, plan, kernels=(), measured=None, serves=Cal
     """Variant of a plan of a family module; the other arguments are fields of Variant, with a module that may be an Executable."""
     return Variant(runtime_module(module), family.NAME, arch, plan, tuple(kernels), measured, *limits_of(family, arch.kind), serves,
                    portable, getattr(family, "WHOLE_ROWS", False))
+
+
+def gradient_variant(module, family, arch, plans, strided, operands=Operands(), **fields):
+    """The same of plans of the backward pass, with these Operands; further arguments are those of `variant_of`."""
+    variant = variant_of(module, family, arch, plans, serves=Calls(strided=strided), **fields)
+    return replace(variant, sum_rows=plans.q_tile if adds(family) else 0, operands=operands)

@@ -106,12 +106,6 @@ def tile_choices(workload, arch):
     return fitting(plans, budget, workload, arch)
 
 
-def knobs(workload, arch, plan):
-    """Candidates of the sampled fields for a plan's tile shape; the panel shapes the layouts, so the tile decides it."""
-    plans = fitting((plan.but(rows=rows) for rows in (2, 4, 8, 16)), budget, workload, arch)
-    return {"rows": tuple(fit.rows for fit in plans), "unroll": (1, 2, 4)}
-
-
 def budget(workload, arch, plan):
     """Divisibility, registers and caches of a plan; PlanError with the whole budget where it does not fit."""
     require(plan.q_tile % plan.panel == 0, f"q_tile must be a multiple of a panel of {plan.panel} rows", plan.q_tile, "round it")
@@ -131,6 +125,12 @@ def budget(workload, arch, plan):
 def compiler_options(plan):
     """What the CUDA compiler is asked for: it has no part here."""
     return {}
+
+
+def knobs(workload, arch, plan, budget=budget):
+    """Candidates of the sampled fields within a budget for a plan's tile shape; the panel shapes the layouts, so the tile decides it."""
+    plans = fitting((plan.but(rows=rows) for rows in (2, 4, 8, 16)), budget, workload, arch)
+    return {"rows": tuple(fit.rows for fit in plans), "unroll": (1, 2, 4)}
 
 
 def declare(workload, plan, negative_scale=False, strided=False):

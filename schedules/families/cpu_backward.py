@@ -12,6 +12,7 @@ registers. The budget is that of cpu.py, but that more tiles share L2: an accumu
 Pictures are those of dK and dV, d 64, float32, causal, AVX-512.
 """
 from dataclasses import dataclass
+from functools import partial
 
 from schedules import roles
 from schedules.families import cpu
@@ -57,6 +58,8 @@ ROLES = {"dq": DQ, "dk_dv": DK_DV}
 #: (q_tile, kv_tile, panel_vectors, rows) for each role: long tiles of the rows that stay, short ones of those that stream by.
 TILES = {"dq": ((128, 64, 2, 8), (64, 64, 2, 8), (128, 64, 2, 4), (64, 64, 2, 4), (16, 32, 1, 8)),
          "dk_dv": ((64, 128, 2, 8), (64, 64, 2, 8), (64, 128, 2, 4), (64, 64, 2, 4), (32, 16, 1, 8))}
+#: (rows that stay, rows that stream by, panel_vectors, rows) that a search tries besides.
+FURTHER = ((256, 64, 2, 8), (128, 128, 2, 8), (128, 32, 2, 8), (64, 128, 2, 8), (256, 32, 2, 8), (128, 64, 4, 4), (64, 64, 1, 16))
 
 
 def decline(workload, arch):
@@ -66,9 +69,25 @@ def decline(workload, arch):
 
 def default_plan(role, workload, arch):
     """The first of TILES that fits; PlanError where none does."""
+    return first_of(_plans(role, TILES[role], workload, arch), NAME, workload, arch)
+
+
+def tile_choices(role, workload, arch):
+    """Plans of all tile shapes that fit; each is a search task of its own."""
+    further = [(*(tile[:2] if role == "dq" else tile[1::-1]), *tile[2:]) for tile in FURTHER]
+    return _plans(role, (*TILES[role], *further), workload, arch)
+
+
+def _plans(role, tiles, workload, arch):
+    """The plans of these tiles that fit."""
     lanes = max(arch.vector_bits // 32, 1)
-    plans = (PLAN(q_tile, kv_tile, lanes, vectors, arch.cores, rows) for q_tile, kv_tile, vectors, rows in TILES[role])
-    return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
+    plans = (PLAN(q_tile, kv_tile, lanes, vectors, arch.cores, rows) for q_tile, kv_tile, vectors, rows in tiles)
+    return fitting(plans, partial(budget, role), workload, arch)
+
+
+def knobs(role, workload, arch, plan):
+    """Candidates of the sampled fields for a plan's tile shape, as in cpu.py."""
+    return cpu.knobs(workload, arch, plan, partial(budget, role))
 
 
 def budget(role, workload, arch, plan):
@@ -292,6 +311,11 @@ def deal_tiles(sch, plan, role):
 STAGES = (give_rows_lanes, widen_inputs, tile_products, sweep_scores, vectorize_states, copy_by_vectors, separate_init, deal_tiles)
 
 
+def role_of(name, _plan):
+    """The Role of a name."""
+    return ROLES[name]
+
+
 def declare(role, workload, plan):
     """The plain function at the plan's tile."""
     return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile)
@@ -299,4 +323,4 @@ def declare(role, workload, plan):
 
 def schedule(role, workload, plan, stages=None, strided=False):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role], strided)
+    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, role_of(role, plan), strided)

@@ -14,7 +14,7 @@ from schedules import roles
 from schedules.families import mma_turns
 from schedules.families.backward_roles import MMA_ROLES as ROLES
 from schedules.families.mma_backward_plan import (  # noqa: F401, the family's other half
-    NAME, MmaBackwardPlan, budget, compiler_options, decline, default_plan)
+    NAME, PLAN, budget, compiler_options, decline, default_plan, knobs, tile_choices)
 from schedules.families.mma_plan import COPY_BYTES
 from schedules.intrinsics import mma as intrinsics
 from schedules.lowering import mma_pipeline
@@ -27,6 +27,11 @@ CONFIG = mma_pipeline.CONFIG
 BINDS_AT = "bind_grid"
 #: Views have kernels of their own, as in the forward pass.
 STRIDED = (False, True)
+
+
+def role_of(name, _plan):
+    """The Role of a name."""
+    return ROLES[name]
 
 
 def register(workload, plan):
@@ -351,4 +356,4 @@ STAGES = (place_buffers, lay_out_fragments, tile_products, stage_fragments, bind
 
 def schedule(role, workload, plan, stages=None, strided=False):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role], strided)
+    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, role_of(role, plan), strided)

@@ -1,5 +1,6 @@
-"""Plans of the family mma_backward: their fields, what they take of the chip, and the seeds."""
+"""Plans of the family mma_backward: their fields, what they take of the chip, the seeds and the space."""
 from dataclasses import dataclass
+from functools import partial
 
 from schedules.families.backward_roles import ROLES
 from schedules.families.mma_plan import without_tensor_cores
@@ -26,6 +27,7 @@ class MmaBackwardPlan(Plan):
         return self.warps, 1
 
 
+PLAN = MmaBackwardPlan
 #: (q_tile, kv_tile, warps) for each role, by most channels.
 TILES = {"dq": {64: (128, 64, 4), 128: (64, 64, 4)}, "dk_dv": {64: (48, 128, 4), 128: (64, 64, 4)}}
 
@@ -44,7 +46,19 @@ def default_plan(role, workload, arch):
     """The tile for so many channels; for dK and dV of modified scores, whose slope needs S as long as dS does, that for the most."""
     channels = max(TILES[role]) if workload.score and role == "dk_dv" else max(workload.head_dim, workload.value_dim)
     plans = (MmaBackwardPlan(*tile) for most, tile in sorted(TILES[role].items()) if most >= channels)
-    return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
+    return first_of(fitting(plans, partial(budget, role), workload, arch), NAME, workload, arch)
+
+
+def tile_choices(role, workload, arch):
+    """Plans of all tile shapes that fit; each is a search task of its own."""
+    tiles = ((stays, streams, warps) for stays, warps in ((64, 4), (128, 4), (128, 8)) for streams in range(32, 129, 16))
+    plans = (PLAN(stays, streams, warps) if role == "dq" else PLAN(streams, stays, warps) for stays, streams, warps in tiles)
+    return fitting(plans, partial(budget, role), workload, arch)
+
+
+def knobs(role, workload, arch, plan):
+    """None beside the tile: one call of the compiler, with one register_level, makes all functions."""
+    return {}
 
 
 def budget(role, workload, arch, plan):

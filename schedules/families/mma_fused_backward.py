@@ -29,6 +29,7 @@ from schedules.plan import Budget, first_of, fitting, require
 from schedules.stages import loops_of, own_fragment, own_rows, read_index
 
 NAME = "mma_fused_backward"
+ROLE = "fused"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class MmaFusedBackwardPlan(MmaBackwardPlan):
         rows = self.query_rows if block.startswith("dQ") else self.warps // self.parts
         return rows, self.warps // rows
 
+
+PLAN = MmaFusedBackwardPlan
 
 #: By most channels, in order of preference; the last is for chips with less shared memory. Speed on an H200 (float16, mask full, 16,384
 #: tokens, n 4096 and 16,384) as a multiple of FlashAttention-2's in the same run. 64 channels, 128 keys: 32 queries 1.084 and 1.077, 64
@@ -68,7 +71,19 @@ def default_plan(workload, arch):
     return first_of(fitting(plans, budget, workload, arch), NAME, workload, arch)
 
 
-def role_of(plan):
+def tile_choices(workload, arch):
+    """Plans of all structures that fit; each is a search task of its own."""
+    plans = (PLAN(q_tile, kv_tile, warps, parts=parts, query_rows=query_rows) for kv_tile in (128, 64) for warps in (4, 8)
+             for q_tile in (32, 64, 48, 96, 128) for parts in (1, 2) for query_rows in (1, 2, 4) if parts * query_rows <= warps)
+    return fitting(plans, budget, workload, arch)
+
+
+def knobs(workload, arch, plan):
+    """Candidates of the sampled fields for a plan's structure."""
+    return {"register_level": (5, 10)}
+
+
+def role_of(_name, plan):
     """The Role at a plan."""
     return MMA_FUSED if plan.parts == 1 else MMA_FUSED_HANDED
 
@@ -102,7 +117,7 @@ def budget(workload, arch, plan):
 def declare(workload, plan):
     """The plain function at the plan's tile; makes the intrinsics known that it will need."""
     intrinsics.register(workload.dtype, {operand: (plan.kv_tile, plan.q_tile) for operand in "AT"})
-    return mma_backward.declared(role_of(plan), workload, plan)
+    return mma_backward.declared(role_of(ROLE, plan), workload, plan)
 
 
 def place_exchange(sch, plan, role):
@@ -221,4 +236,4 @@ STAGES = (place_exchange, mma_backward.place_buffers, mma_backward.lay_out_fragm
 
 def schedule(workload, plan, stages=None, strided=False):
     """A fresh Schedule of the function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(workload, plan), STAGES[:stages], plan, role_of(plan), strided)
+    return roles.staged(declare(workload, plan), STAGES[:stages], plan, role_of(ROLE, plan), strided)

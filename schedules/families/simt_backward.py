@@ -36,7 +36,7 @@ from schedules import roles
 from schedules.families.simt import (  # noqa: F401, compiler_options is the same here
     CONFIG, PIPELINE, VECTOR, columns_of, compiler_options, copy_together, own_patch, own_product, unroll_vectors)
 from schedules.families.simt_backward_plan import (  # noqa: F401, the family's other half
-    LINE, NAME, PAD, PLAN, budget, decline, default_plan)
+    LINE, NAME, PAD, PLAN, budget, decline, default_plan, knobs, tile_choices)
 from schedules.stages import loops_of, unroll_all
 from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
 
@@ -85,6 +85,11 @@ DQ = Role(attention_dq, "i", ("Q_load", "dO_load"), ("K_load", "V_load"), ("dS_c
 DK_DV = Role(attention_dk_dv, "j", ("K_load", "V_load"), ("Q_load", "dO_load"), ("P_cast", "dS_cast"), ("dK", "dV"))
 ROLES = {"dq": DQ, "dk_dv": DK_DV}
 STATISTICS = ("LSE_load", "delta_load")
+
+
+def role_of(name, _plan):
+    """The Role of a name."""
+    return ROLES[name]
 
 
 def declare(role, workload, plan):
@@ -351,4 +356,4 @@ STAGES = (put_rows_first, widen_inputs, share_tiles, share_scores, keep_in_regis
 
 def schedule(role, workload, plan, stages=None, strided=False):
     """A fresh Schedule of a function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, ROLES[role], strided)
+    return roles.staged(declare(role, workload, plan), STAGES[:stages], plan, role_of(role, plan), strided)

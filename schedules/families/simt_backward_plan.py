@@ -1,4 +1,6 @@
-"""Plans of the family simt_backward: what they take of the chip, and the seeds."""
+"""Plans of the family simt_backward: what they take of the chip, the seeds and the space."""
+from functools import partial
+
 from schedules.families import simt
 from schedules.families.simt import VECTOR, resources
 from schedules.plan import first_of, fitting, require
@@ -29,7 +31,22 @@ def default_plan(role, workload, arch):
     """The first of TILES that is for so many channels and fits; PlanError where none does."""
     channels = max(workload.head_dim, workload.value_dim)
     plans = (plan for most, plan in TILES[role] if most >= channels)
-    return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
+    return first_of(fitting(plans, partial(budget, role), workload, arch), NAME, workload, arch)
+
+
+def tile_choices(role, workload, arch):
+    """Plans of all tile shapes that fit; each is a search task of its own."""
+    further = [PLAN(*(tile if role == "dq" else tile[::-1]), *threads) for tile in ((64, 64), (64, 32), (32, 32), (128, 32))
+               for threads in ((8, 8), (16, 8), (8, 16))]
+    return fitting(dict.fromkeys((*(plan for _, plan in TILES[role]), *further)), partial(budget, role), workload, arch)
+
+
+def knobs(role, workload, arch, plan):
+    """Candidates of the sampled fields within the budget, as in simt.py."""
+    plans = fitting([plan.but(thread_rows=rows) for rows in (4, 8, 16, 32)], partial(budget, role), workload, arch)
+    streams = plan.kv_tile if role == "dq" else plan.q_tile
+    steps = (steps for steps in (4, 8, 16) if workload.head_dim % steps == workload.value_dim % steps == streams % steps == 0)
+    return {"thread_rows": tuple(plan.thread_rows for plan in plans), "unroll": tuple(steps)}
 
 
 def budget(role, workload, arch, plan):

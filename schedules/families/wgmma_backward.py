@@ -30,7 +30,7 @@ The finished nest of dK and dV together, one line a group of blocks::
       dK dV                                       @warp @lane
 """
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from tvm.s_tir import TensorIntrin
 
@@ -74,6 +74,7 @@ class WgmmaBackwardPlan(Plan):
     single: int = 0
 
 
+PLAN = WgmmaBackwardPlan
 #: Registers of a loader that asks for each line of a tile by itself (read off compiled kernels).
 BUSY_LOADER_REGISTERS = 40
 #: The last is one that wgmma_fused_backward schedules, by the stages here and its own.
@@ -128,7 +129,20 @@ def default_plan(role, workload, arch):
     plans = [WgmmaBackwardPlan(*tile) for tile in first + tiles]
     if not wgmma_plan.whole_lines(workload):
         plans = [plan.but(loader_registers=max(plan.loader_registers, BUSY_LOADER_REGISTERS)) for plan in plans]
-    return first_of(fitting(plans, lambda *it: budget(role, *it), workload, arch), NAME, workload, arch)
+    return first_of(fitting(plans, partial(budget, role), workload, arch), NAME, workload, arch)
+
+
+def tile_choices(role, workload, arch):
+    """Plans of all structures that fit; each is a search task of its own."""
+    seed, query_rows = default_plan(role, workload, arch), role == "dq"
+    plans = (seed.but(q_tile=stays if query_rows else streams, kv_tile=streams if query_rows else stays, across=across, single=single)
+             for single in sorted({0, seed.single}) for across in (0, 2) for stays in (128, 192, 64) for streams in range(32, 161, 16))
+    return fitting(plans, partial(budget, role), workload, arch)
+
+
+def knobs(role, workload, arch, plan):
+    """Candidates of the sampled fields for a plan's structure."""
+    return {"stages": (2, 3, 4), "loader_registers": (24, 32, 40)}
 
 
 def budget(role, workload, arch, plan, more_bytes=0):
@@ -164,9 +178,19 @@ def compiler_options(plan):
     return {}
 
 
+def role_of(name, plan):
+    """The Role of a name, whatever the plan."""
+    return ROLES[name]
+
+
 def name_of(role):
     """The name of a Role."""
     return next(name for name, it in ROLES.items() if it is role)
+
+
+def structure_of(plan):
+    """The plan without what changes no intrinsic, and may be drawn: fields that only tell the roles of warps something."""
+    return plan.but(stages=0, loader_registers=0)
 
 
 def warps_of(role, plan):
@@ -232,7 +256,7 @@ def waits_of(role, plan):
 def declare(role, workload, plan):
     """The plain function at the plan's tile; makes the intrinsics known that it will need."""
     channels = (round_up(size, CHANNEL_STEPS[0]) for size in (workload.head_dim, workload.value_dim))
-    for intrinsic in intrinsics_of(role, workload.dtype, plan, *channels).values():
+    for intrinsic in intrinsics_of(role, workload.dtype, structure_of(plan), *channels).values():
         TensorIntrin.register(*intrinsic, override=True)
     return ROLES[role].declare(workload, plan.q_tile, plan.kv_tile, channel_steps=CHANNEL_STEPS)
 
@@ -325,7 +349,7 @@ def use_tensor_cores(sch, plan, role):
     """Replace the products by wgmma, and the copies behind them by waits."""
     name = name_of(role)
     dtype = sch.get(sch.get_sblock("Q_load")).writes[0].source.dtype
-    names = {block: it for block, (it, *_) in intrinsics_of(name, dtype, plan, *product_channels(sch, role)).items()}
+    names = {block: it for block, (it, *_) in intrinsics_of(name, dtype, structure_of(plan), *product_channels(sch, role)).items()}
     for block in waits_of(name, plan):
         loops = loops_of(sch, block, 2)
         at = int(role.transposes(block.removesuffix("_warp")))

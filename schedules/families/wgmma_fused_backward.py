@@ -19,9 +19,9 @@ from tvm.s_tir import TensorIntrin
 
 from schedules import roles
 from schedules.families import wgmma_backward
-from schedules.families.backward_turns import turn_of
+from schedules.families.backward_turns import ORDERS, turn_of
 from schedules.families.wgmma_backward import (  # noqa: F401, the same here
-    CONFIG, PIPELINE, ROLES, STRIDED, WHOLE_ROWS, WgmmaBackwardPlan, ring_of)
+    CONFIG, PIPELINE, PLAN, STRIDED, WHOLE_ROWS, WgmmaBackwardPlan, ring_of, role_of, structure_of)
 from schedules.intrinsics import events, wgmma_exchange
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.lowering import rings, warp_roles
@@ -62,6 +62,19 @@ def default_plan(workload, arch):
     return first_of(fitting(plans, budget, workload, arch), NAME, workload, arch)
 
 
+def tile_choices(workload, arch):
+    """Plans of all structures that fit; each is a search task of its own."""
+    seed = default_plan(workload, arch)
+    plans = (seed.but(q_tile=q_tile, kv_tile=kv_tile, across=across) for across in range(len(ORDERS))
+             for q_tile, kv_tile in ((64, 128), (128, 128), (64, 192), (64, 64), (192, 192)))
+    return fitting(plans, budget, workload, arch)
+
+
+def knobs(workload, arch, plan):
+    """Candidates of the sampled fields for a plan's structure."""
+    return wgmma_backward.knobs(ROLE, workload, arch, plan)
+
+
 def shares(plan, channels):
     """(groups of 64 queries, channels of each share): how the consumer warpgroups divide what a turn adds to dQ."""
     queries = plan.q_tile // intrinsics.GROUP_ROWS
@@ -92,7 +105,8 @@ def intrinsics_of(dtype, plan, channels):
                                                         [events.issued("dQ_part")]),
             SET_DOWN: wgmma_exchange.set_down(share), "dQ_sum": wgmma_exchange.add_up(share),
             "dQ_part_warp": intrinsics.ready(share, [events.awaited("dQ_part")], turn_of(ROLE, plan).releases["dQ_part_warp"])}
-    return {block: (f"wgmma_{ROLE}_{block}_{dtype}_{plan}_{channels}".replace(" ", "_"), *pair) for block, pair in made.items()}
+    named = f"{dtype}_{structure_of(plan)}_{channels}"
+    return {block: (f"wgmma_{ROLE}_{block}_{named}".replace(" ", "_"), *pair) for block, pair in made.items()}
 
 
 def declare(workload, plan):
@@ -221,4 +235,4 @@ STAGES = (place_exchange, wgmma_backward.place_buffers, wgmma_backward.lay_out_a
 
 def schedule(workload, plan, stages=None, strided=False):
     """A fresh Schedule of the function after the stages; after the first `stages` of them where given."""
-    return roles.staged(declare(workload, plan), STAGES[:stages], plan, ROLES[ROLE], strided)
+    return roles.staged(declare(workload, plan), STAGES[:stages], plan, role_of(ROLE, plan), strided)

@@ -1,4 +1,5 @@
-"""What a build process does: from a plan to a .so with the symbolic kernel, the one that is measured and exported.
+"""What a build process does: from a plan to a .so with the symbolic kernel, the one that is measured and exported, or with all kernels of
+a gradient and the checked call of an artefact around them.
 
 The candidates that MetaSchedule holds have fixed shapes, since its search key cannot be symbolic. They are never built: their decisions are
 applied again to the symbolic declaration.
@@ -11,7 +12,10 @@ import tvm
 import tvm_ffi
 from tvm import s_tir
 
-from schedules import build
+from schedules import backward, build
+from schedules.artefact.export import export_gradients
+from schedules.artefact.variant import gradient_variant
+from schedules.backward_parts import Part
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.lowering.toolkit import preload
 from schedules.plan import PlanError
@@ -28,7 +32,7 @@ class Job:
     space   schedules.space.Space that the plan belongs to
     plan    the plan, all integers
     path    where the .so goes
-    whole   with the twin for scales below zero, if an artefact has one
+    whole   with the twin for scales below zero, if an artefact has one; gradients are whole at any time
     """
 
     space: object
@@ -42,8 +46,8 @@ class Built:
     """What came of a Job.
 
     path         where the .so is
-    declaration  structural hash of the symbolic declaration
-    registers    of a CUDA kernel, per thread; likewise the bytes that it spills
+    declaration  structural hash of the symbolic declaration; of a gradient those of all functions
+    registers    of a CUDA kernel, per thread, of a gradient the most of all; likewise the bytes that it spills
     """
 
     path: str
@@ -74,27 +78,55 @@ def make(job):
 
 
 def declaration(space):
-    """Structural hash of a space's declaration, as text."""
-    return _declared_text(Job(space, space.seed, ""), negative_scale=False)[1]
+    """Structural hash of a space's declaration, as text, or several."""
+    return _declaration(Job(space, space.seed, ""))
 
 
 def _make(job):
-    family, arch = job.space.family, job.space.arch
-    mod = _scheduled(job, negative_scale=False)
-    twin = _scheduled(job, negative_scale=True) if job.whole and True in build.signs(job.space.workload) else None
-    compiler = nullcontext()
-    if arch.kind == "cuda":
-        compiler = cuda_compiler(_toolkit, (arch.name,), CudaOptions(**family.compiler_options(job.plan)))
-    with compiler as log:
-        module = build.build(mod, family, arch, twin)
-    build.runtime_module(module).export_library(job.path)
-    _, declared = _declared_text(job, negative_scale=False)
+    log, family = (_gradients if isinstance(job.space.family, Part) else _forward)(job)
     if log is None:
-        return Built(job.path, declared)
+        return Built(job.path, _declaration(job))
     spilled, most = log.last.most("spill_store_bytes"), getattr(family, "MAX_SPILL_BYTES", None)
     if most is not None and spilled > most:
         raise PlanError(f"a plan of {family.NAME} may spill {most} bytes, found {spilled}: choose smaller tiles")
-    return Built(job.path, declared, log.last.most("registers"), spilled)
+    return Built(job.path, _declaration(job), log.last.most("registers"), spilled)
+
+
+def _forward(job):
+    """Build a kernel of the forward pass; the CompileLog, None on a CPU, and the family."""
+    family = job.space.family
+    mod = _scheduled(job, negative_scale=False)
+    twin = _scheduled(job, negative_scale=True) if job.whole and True in build.signs(job.space.workload) else None
+    with _compiling(job.space.arch, family.compiler_options(job.plan)) as log:
+        module = build.build(mod, family, job.space.arch, twin)
+    build.runtime_module(module).export_library(job.path)
+    return log, family
+
+
+def _gradients(job):
+    """The same of whole gradients."""
+    family, workload, arch = job.space.family.family, job.space.workload, job.space.arch
+    plans, strided = job.space.family.plans(workload, arch, job.plan), family.STRIDED[0]
+    with _compiling(arch, backward.compiler_options(family, plans)) as log:
+        module = backward.build(family, workload, plans, arch, strided=strided)
+    made = gradient_variant(module, family, arch, plans, strided, kernels=log.kernels if log else ())
+    export_gradients([made], workload, job.path)
+    return log, family
+
+
+def _compiling(arch, options):
+    """Context that compiles CUDA kernels with a family's options and gives the log; one that gives None for a CPU."""
+    return nullcontext() if arch.kind != "cuda" else cuda_compiler(_toolkit, (arch.name,), CudaOptions(**options))
+
+
+def _declaration(job):
+    """What a measurement of the job is of, as text."""
+    space, key = job.space, ("declaration", job.space.family.NAME, job.space.workload, job.space.structure(job.plan))
+    if not isinstance(space.family, Part):
+        return _declared_text(job, negative_scale=False)[1]
+    if key not in _declared:
+        _declared[key] = space.family.declaration(space.workload, space.arch, job.plan)
+    return _declared[key]
 
 
 def _scheduled(job, negative_scale):

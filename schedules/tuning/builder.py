@@ -48,9 +48,13 @@ class PoolBuilder(ms.builder.PyBuilder):
         for space in self.spaces:
             plan = type(space.seed)(**values) if space.family.NAME == family else None
             if plan is not None and space.owns(family, plan):
-                path = str(self.folder / f"{next(self._numbers)}.so")
-                return self._pool.submit(build_worker.make, build_worker.Job(space, plan, path, whole))
+                return self.begin_plan(space, plan, whole)
         raise ValueError(f"the builder was told of {len(self.spaces)} spaces, found a module of none of them: set PoolBuilder.spaces")
+
+    def begin_plan(self, space, plan, whole=False):
+        """The same of a plan of a space, which may be plans of whole gradients."""
+        path = str(self.folder / f"{next(self._numbers)}.so")
+        return self._pool.submit(build_worker.make, build_worker.Job(space, plan, path, whole))
 
     def declarations(self, spaces):
         """{name of a space: structural hash of its declaration}."""

@@ -20,23 +20,22 @@ from schedules.tuning.log import DATABASE, write_text
 RECORDS = 2
 
 
-def write_database(folder, space, plans, shape):
-    """Replace the database in `folder` by the records of a space's best plans.
+def write_database(folder, kept, shape):
+    """Replace the database in `folder` by the records of the best plans of some spaces.
 
-    space   schedules.space.Space
-    plans   [(seconds, plan)], the best first
+    kept    [(schedules.space.Space, [(seconds, plan)], the best first)], one for each part of what was tuned
     shape   te_defs.workload.Shape that was timed
     """
-    static = static_form(symbolic_form(space), space.workload, shape)
-    arguments = ms.arg_info.ArgInfo.from_entry_func(static, False)
     with tempfile.TemporaryDirectory() as scratch:
         database = ms.database.JSONDatabase(work_dir=scratch)
-        workload = database.commit_workload(static)
-        for seconds, plan in plans[:RECORDS]:
-            sch = schedule_static(static)
-            schedule_in(sch, space, plan)
-            database.commit_tuning_record(ms.database.TuningRecord(
-                sch.trace.simplified(True), workload, [seconds], space.arch.target(), arguments))
+        for space, plans in kept:
+            static = static_form(symbolic_form(space), space.workload, shape)
+            workload, arguments = database.commit_workload(static), ms.arg_info.ArgInfo.from_entry_func(static, False)
+            for seconds, plan in plans[:RECORDS]:
+                sch = schedule_static(static)
+                schedule_in(sch, space, plan)
+                database.commit_tuning_record(ms.database.TuningRecord(
+                    sch.trace.simplified(True), workload, [seconds], space.arch.target(), arguments))
         for name, shorten in zip(DATABASE, (_shorten_workload, _shorten_record)):
             with open(os.path.join(scratch, name)) as file:
                 lines = [json.dumps(shorten(json.loads(line)), separators=(",", ":")) for line in file]

@@ -1,14 +1,30 @@
 """The two forms of a declaration: symbolic, which is built, and static, which MetaSchedule searches with."""
+import itertools
+
 import numpy as np
 import tvm
 from tvm import s_tir, tirx
 
+from te_defs.fused_backward import sum_tiles
 from te_defs.workload import timed_arguments
 
 
 def symbolic_form(space):
     """Module whose function `main` is the declaration of a space: lengths, batch and heads are variables."""
     return tvm.IRModule({"main": space.family.declare(space.workload, space.seed)})
+
+
+def sizes_of(func, workload, shape):
+    """{parameter: its sizes at a shape} of the tensors in front of the scale; a gradient has the size of what it is of."""
+    sizes = dict(zip(("Q", "K", "V", "O", "LSE"), shape.tensors(workload)))
+    sizes |= {f"d{name}": size for name, size in sizes.items()} | {"delta": sizes["LSE"]}
+    tensors = {}
+    for param in itertools.takewhile(lambda param: param.name != "scale", func.params):
+        if param.name == "dQ_sum":  # in tiles of so many rows
+            rows, channels = map(int, param.shape[3:])
+            sizes["dQ_sum"] = shape.batch, shape.q_heads, sum_tiles(shape.q_len, rows), rows, channels
+        tensors[param] = sizes[param.name]
+    return tensors
 
 
 def static_form(symbolic, workload, shape):
@@ -20,7 +36,7 @@ def static_form(symbolic, workload, shape):
     """
     func = symbolic["main"]
     buffers = {param: tirx.decl_buffer(size, param.dtype, name=param.name, data_alignment=param.data_alignment)
-               for param, size in zip(func.params, shape.tensors(workload))}
+               for param, size in sizes_of(func, workload, shape).items()}
     scale, *arguments = func.params[len(buffers):]
     values = {param: tirx.decl_buffer(value.shape, param.dtype, name=param.name, data_alignment=param.data_alignment)
               if isinstance(value, np.ndarray) else tirx.const(value, str(param.ty))

@@ -1,12 +1,11 @@
 """The gate: is a kernel right? Asked before it is timed, since nothing else in MetaSchedule looks at results and a wrong kernel is fast."""
 import itertools
 from dataclasses import dataclass, replace
+from typing import Callable
 
 import numpy as np
 import tvm
 
-from schedules.build import signs
-from te_defs import reference
 from te_defs.workload import Shape, make_arguments
 
 #: (shape, scale as a multiple of 1 / sqrt(D)): ragged lengths, grouped heads, more queries than keys (rows without keys under a causal
@@ -19,9 +18,6 @@ SHAPES = (
     (Shape(batch=1, q_heads=1, kv_heads=1, q_len=33, kv_len=0), 1.0),
     (Shape(batch=1, q_heads=3, kv_heads=1, q_len=199, kv_len=333), -1.0),
 )
-#: What a would-be winner must pass besides: several tiles of work for every block of a persistent grid, so many that a causal mask's
-#: order of work deals in pairs too.
-MANY_TILES = ((Shape(batch=2, q_heads=200, kv_heads=20, q_len=200, kv_len=210), 1.0),)
 #: Elements behind each output that a kernel must leave alone.
 GUARD = 256
 
@@ -32,30 +28,34 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs on the device, scale and what follows it, and the float64 answer with the errors that it allows."""
+    """A call whose answer is known.
+
+    shape     te_defs.workload.Shape
+    inputs    tensors in front of the outputs, on the device
+    outputs   ((sizes, NumPy's type), ...)
+    behind    scale and what follows it
+    answers   float64 answers of the outputs whose largest error is told
+    judge     function of the outputs as arrays: None, or a sentence that says where they are wrong
+    negative  whether it is for the twin that takes scales below zero
+    """
 
     shape: Shape
     inputs: tuple
-    scale: float
-    arguments: tuple
-    out: np.ndarray
-    lse: np.ndarray
-    bound: float
-    lse_bound: float
+    outputs: tuple
+    behind: tuple
+    answers: tuple
+    judge: Callable
+    negative: bool = False
 
 
-def cases(workload, device, seed=0, shapes=SHAPES):
-    """The gate's cases for a workload, inputs on `device`; with its mask's samples in turn, those that tiles see the edges of first."""
+def cases(subject, device, seed=0, shapes=SHAPES):
+    """The gate's cases for what is tuned (schedules.tuning.subjects), inputs on `device`; with its mask's samples in turn, those that tiles
+    see the edges of first."""
+    workload = subject.workload
     first, *others = workload.mask_class.samples
-    made = []
-    for (shape, factor), mask in zip(shapes, itertools.cycle((*others, first))):
-        q, k, v = reference.make_inputs(workload, shape, seed)
-        scale, arguments = float(np.float32(factor * workload.head_dim**-0.5)), make_arguments(workload, replace(shape, mask=mask), seed)
-        out, lse = reference.forward(workload, q, k, v, scale, arguments)
-        bounds = reference.tolerances(workload, q, k, v, scale, arguments, (out, lse))
-        inputs = tuple(tvm.runtime.tensor(x, device) for x in (q, k, v))
-        made.append(Case(shape, inputs, scale, on_device(arguments, device), out, lse, *bounds))
-    return tuple(made)
+    return tuple(subject.case(shape, float(np.float32(factor * workload.head_dim**-0.5)),
+                              make_arguments(workload, replace(shape, mask=mask), seed), seed, device)
+                 for (shape, factor), mask in zip(shapes, itertools.cycle((*others, first))))
 
 
 def on_device(arguments, device):
@@ -68,7 +68,7 @@ class Output:
 
     def __init__(self, shape, dtype, device):
         self.shape, self.size = shape, int(np.prod(shape))
-        self._poison = np.full(self.size + GUARD, np.nan, dtype)
+        self._poison = np.full(self.size + GUARD, np.nan, np.float32).astype(dtype)
         self._whole = tvm.runtime.tensor(self._poison, device)
 
     def tensor(self):
@@ -84,29 +84,31 @@ class Output:
         return values[:self.size].reshape(self.shape)
 
 
-def check(kernel, workload, made, device, twin=None):
-    """Largest error of O over the cases; Refused at the first that is wrong or differs from run to run.
+def check(kernel, made, device, twin=None, same_bits=True):
+    """Largest error over the cases; Refused at the first that is wrong in one of two runs, or differs from run to run.
 
-    kernel  function (q, k, v, out, lse, scale, the workload's arguments) for scales from zero up
-    made    what `cases` returned
-    twin    the same for scales below zero; where it is None, so are those cases
+    kernel     function (inputs, outputs, what is behind them) for scales from zero up
+    made       what `cases` returned
+    twin       the same for scales below zero where these have one; where it is None, such cases are passed over
+    same_bits  whether two runs must give the same bits
     """
     worst = 0.0
     for case in made:
-        function = twin if case.scale < 0 and True in signs(workload) else kernel
+        function = twin if case.negative else kernel
         if function is None:
             continue
-        *_, out_shape, lse_shape = case.shape.tensors(workload)
-        out, lse = Output(out_shape, reference.numpy_dtype(workload), device), Output(lse_shape, np.float32, device)
-        runs = []
+        outputs, runs = [Output(sizes, dtype, device) for sizes, dtype in case.outputs], []
+        where = f"(N = {case.shape.q_len}, M = {case.shape.kv_len})"
         for _ in range(2):
-            function(*case.inputs, out.tensor(), lse.tensor(), case.scale, *case.arguments)
+            function(*case.inputs, *(output.tensor() for output in outputs), *case.behind)
             device.sync()
-            runs.append((out.numpy(), lse.numpy()))
-        wrong = reference.mismatch(*runs[0], case.out, case.lse, case.bound, case.lse_bound)
-        if wrong is not None:
-            raise Refused(f"{wrong} (N = {case.shape.q_len}, M = {case.shape.kv_len})")
-        if any(first.tobytes() != second.tobytes() for first, second in zip(*runs)):
-            raise Refused(f"two runs on the same inputs differ (N = {case.shape.q_len}, M = {case.shape.kv_len})")
-        worst = max(worst, float(np.abs(runs[0][0].astype(np.float64) - case.out).max(initial=0)))
+            runs.append([output.numpy() for output in outputs])
+        for run in runs[:1 if same_bits else 2]:
+            wrong = case.judge(run)
+            if wrong is not None:
+                raise Refused(f"{wrong} {where}")
+        if same_bits and any(first.tobytes() != second.tobytes() for first, second in zip(*runs)):
+            raise Refused(f"two runs on the same inputs differ {where}")
+        worst = max(worst, *(float(np.abs(found.astype(np.float64) - answer).max(initial=0))
+                             for found, answer in zip(runs[0], case.answers)))
     return worst

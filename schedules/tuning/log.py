@@ -44,17 +44,17 @@ class Outcome:
 
 
 class Log:
-    """The log of one workload on one device.
+    """The log of one workload, or of its gradients, on one device.
 
     root      folder of all logs
     slug      name of the device, such as nvidia-h200
-    workload  te_defs.workload.Workload
+    subject   what is tuned (schedules.tuning.subjects)
     arch      row of schedules.arch that kernels are lowered for
     """
 
-    def __init__(self, root, slug, workload, arch):
-        self.path = Path(root) / slug / workload.name
-        self.slug, self.workload, self.arch = slug, workload, arch
+    def __init__(self, root, slug, subject, arch):
+        self.path = Path(root) / slug / subject.name
+        self.slug, self.subject, self.arch = slug, subject, arch
 
     def read_run(self):
         """run.json as a dict, None where there is none; ForeignLog where it names another device or target."""
@@ -62,7 +62,7 @@ class Log:
         if run is not None:
             check_run(self.path / RUN, run)
             for what, found, wanted in (("device", run["device"]["slug"], self.slug), ("target", run["arch"], self.arch.name),
-                                        ("workload", run["workload"], self.workload.name)):
+                                        ("workload", run["workload"], self.subject.name)):
                 if found != wanted:
                     raise ForeignLog(f"{self.path / RUN} must be of {what} {wanted}, found {found}: use another --logs folder")
         return run
@@ -100,7 +100,7 @@ class Log:
         write_text(self.path / MEASURED, json.dumps(head)[:-1] + ', "plans": [\n' + ",\n".join(lines) + "\n]}\n")
 
     def _head(self):
-        return {"schema": SCHEMA, "workload": self.workload.name, "arch": self.arch.name}
+        return {"schema": SCHEMA, "workload": self.subject.name, "arch": self.arch.name}
 
     def write_run(self, run):
         write_text(self.path / RUN, json.dumps({"schema": SCHEMA, **run}, indent=2) + "\n")

@@ -1,14 +1,11 @@
 """The best plan on record, for whoever builds a kernel. A record counts for its own device and target only; there is no nearest match."""
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-import tvm
-import tvm_ffi
-
-from schedules import registry
+from schedules.build import declaration_of
 from schedules.plan import Plan
-from schedules.space import spaces_of
 from schedules.tuning.log import RUN, DamagedLog, ForeignLog, Log, LogError, read_json, shape_of
+from schedules.tuning.subjects import subject_of
 from te_defs.workload import Shape, Workload
 
 __all__ = ["DamagedLog", "ForeignLog", "LogError", "NoRecord", "Record", "StaleRecord", "best_record", "declaration_of", "read_runs"]
@@ -24,9 +21,10 @@ class StaleRecord(LogError):
 
 @dataclass(frozen=True)
 class Record:
-    """The best plan of a workload on one device.
+    """The best plan of a workload, or of its gradients, on one device.
 
     family   name of the schedule's family
+    plan     its Plan; of gradients what schedules.backward.default_plans would be
     seconds  of one call at `shape`, from the last duel
     arch     row of schedules.arch that it was lowered for
     run      the whole of run.json
@@ -41,40 +39,37 @@ class Record:
     run: dict
 
 
-def best_record(logs_root, gpu_slug, workload, arch):
-    """The Record in <logs_root>/<gpu_slug>/<workload>.
+def best_record(logs_root, gpu_slug, workload, arch, order=None):
+    """The Record in <logs_root>/<gpu_slug>/<workload>, or that of its gradients in an order (schedules.backward.FAMILIES).
 
     gpu_slug  name of the device, such as nvidia-h200
     arch      row of schedules.arch that the caller builds for
     Raises NoRecord, StaleRecord, ForeignLog (another device or target) or DamagedLog, each with one sentence.
     """
-    log = Log(logs_root, gpu_slug, workload, arch)
+    subject = subject_of(workload, order)
+    log = Log(logs_root, gpu_slug, subject, arch)
     run = log.read_run()
     best = None if run is None else run.get("best")
     if best is None:
-        raise NoRecord(f"a record of {workload.name} for {gpu_slug} was wanted, found none in {log.path}: run "
-                       f"python -m scripts.tune --workload {workload.name}")
+        what = "" if order is None else f" --backward {order}"
+        raise NoRecord(f"a record of {subject.name} for {gpu_slug} was wanted, found none in {log.path}: run "
+                       f"python -m scripts.tune --workload {workload.name}{what}")
     log.check_database()
-    family = {family.NAME: family for family in registry.FAMILIES}.get(best["family"])
-    if family is None:
+    if best["family"] not in subject.families():
         raise _stale(log, f"there is no family {best['family']} any more")
-    if set(best["plan"]) != {field.name for field in fields(family.PLAN)}:
-        raise _stale(log, f"plans of {family.NAME} have other fields than {', '.join(best['plan'])}")
-    plan = family.PLAN(**best["plan"])
-    if not any(space.owns(family.NAME, plan) and space.fits(plan) for space in spaces_of([family], workload, arch)):
-        raise _stale(log, f"{family.NAME} offers no plan {plan}")
-    if best["declaration"] != declaration_of(family, workload, plan):
+    key = subject.key_of(best["family"], best["plan"])
+    if key is None:
+        raise _stale(log, f"plans of {best['family']} have other fields than {', '.join(best['plan'])}")
+    family, plan = key
+    if not subject.offers(key, arch):
+        raise _stale(log, f"{family} offers no plan {plan}")
+    if best["declaration"] != subject.declaration_of(key, arch):
         raise _stale(log, "the declaration has changed since")
-    return Record(workload, family.NAME, plan, best["seconds"], shape_of(run["shape"]), arch, run)
+    return Record(workload, family, plan, best["seconds"], shape_of(run["shape"]), arch, run)
 
 
 def _stale(log, why):
     return StaleRecord(f"the record in {log.path} must be of the sources as they are, found that {why}: tune again")
-
-
-def declaration_of(family, workload, plan):
-    """Structural hash of a plan's symbolic declaration, as text: what a record is of."""
-    return str(tvm_ffi.structural_hash(tvm.IRModule({"main": family.declare(workload, plan)})))
 
 
 def read_runs(logs_root):

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 import tvm
 
-from schedules.build import KERNEL, NEGATIVE_SCALE_KERNEL
 from schedules.lowering.toolkit import preload
 from schedules.tuning import gate
-from te_defs import reference
-from te_defs.workload import timed_arguments
 
 _DEVICES = {"cuda": tvm.cuda, "cpu": tvm.cpu}
 #: Milliseconds of rest before each timed repeat of a measurement, and of the repeat. CPUs have no use for rests.
@@ -31,13 +28,13 @@ _kept = {}
 class Setting:
     """What a kernel is measured for.
 
-    kind      "cuda" or "cpu"
-    workload  te_defs.workload.Workload
-    shape     te_defs.workload.Shape that is timed
+    kind     "cuda" or "cpu"
+    subject  what is tuned (schedules.tuning.subjects)
+    shape    te_defs.workload.Shape that is timed
     """
 
     kind: str
-    workload: object
+    subject: object
     shape: object
 
 
@@ -49,9 +46,9 @@ def start(kind, toolkit):
 
 
 def measure(path, setting, best_seconds):
-    """Gate and time one kernel: {"seconds": [...], "error": largest error of O} or {"refused": why}.
+    """Gate and time one kernel: {"seconds": [...], "error": largest error of O, or of gradients} or {"refused": why}.
 
-    path          a .so that holds the function KERNEL, and perhaps its twin for scales below zero
+    path          a .so that holds the subject's function, and perhaps its twin for scales below zero
     best_seconds  the best so far, None at the start
     """
     try:
@@ -94,14 +91,15 @@ class _Kernel:
         self.module = tvm.runtime.load_module(path)
         if setting not in _kept:
             _kept.clear()
-            _kept[setting] = (gate.cases(setting.workload, self.device), _arguments(setting, self.device))
+            _kept[setting] = (gate.cases(setting.subject, self.device), setting.subject.timed(setting.shape, self.device))
         self.cases, self.arguments = _kept[setting]
 
     def check(self, winner=False):
         """Largest error over the gate's cases; for a would-be winner on a GPU over many tiles of work as well."""
         cases = self.cases + (_many_tiles(self.setting, self.device) if winner and self.setting.kind == "cuda" else ())
-        twin = self.module[NEGATIVE_SCALE_KERNEL] if self.module.implements_function(NEGATIVE_SCALE_KERNEL) else None
-        return gate.check(self.module[KERNEL], self.setting.workload, cases, self.device, twin)
+        subject = self.setting.subject
+        twin = self.module[subject.twin] if subject.twin and self.module.implements_function(subject.twin) else None
+        return gate.check(self.module[subject.function], cases, self.device, twin, subject.same_bits)
 
     def rested(self, look, repeats):
         """Seconds of a call as the module's docstring says, `repeats` times, of a kernel that took `look` seconds once."""
@@ -111,7 +109,8 @@ class _Kernel:
 
     def seconds(self, calls, repeats, rest=0):
         """Seconds of a call, a mean over `calls` calls in a row, `repeats` times, with so many milliseconds of rest after each."""
-        timer = self.module.time_evaluator(KERNEL, self.device, number=calls, repeat=repeats, cooldown_interval_ms=rest)
+        timer = self.module.time_evaluator(
+            self.setting.subject.function, self.device, number=calls, repeat=repeats, cooldown_interval_ms=rest)
         return [float(x) for x in timer(*self.arguments).results]
 
 
@@ -119,14 +118,5 @@ def _many_tiles(setting, device):
     """The gate's cases for would-be winners, kept like the others."""
     key = setting, "many tiles"
     if key not in _kept:
-        _kept[key] = gate.cases(setting.workload, device, shapes=gate.MANY_TILES)
+        _kept[key] = gate.cases(setting.subject, device, shapes=setting.subject.many_tiles)
     return _kept[key]
-
-
-def _arguments(setting, device):
-    """Seeded inputs, outputs, scale and further arguments of the timed shape."""
-    dtype = reference.numpy_dtype(setting.workload).name
-    *_, out, lse = setting.shape.tensors(setting.workload)
-    inputs = (tvm.runtime.tensor(x, device) for x in reference.make_inputs(setting.workload, setting.shape, seed=1))
-    return (*inputs, tvm.runtime.empty(out, dtype, device), tvm.runtime.empty(lse, "float32", device),
-            setting.workload.head_dim**-0.5, *gate.on_device(timed_arguments(setting.workload, setting.shape), device))

@@ -7,8 +7,8 @@ from tvm.support.popen_pool import PopenWorker
 
 from schedules.tuning import run_worker
 
-#: Seconds that gate and timing of one kernel may take, inputs included; for a duel, of each kernel in it.
-TIMEOUT = 60
+#: Seconds that gate and timing of one kernel may take, inputs included; for a duel, of each kernel in it; and with inputs at hand.
+TIMEOUT, LATER = 60, 20
 DUEL_ROUNDS = 7
 
 
@@ -26,30 +26,44 @@ class GatedRunner(ms.runner.PyRunner):
         self.setting = None
         self.best_seconds = None
         self.errors = {}
+        self._settled = None  # the setting of which the process has its inputs
 
     def run(self, runner_inputs):
         return [self._measure(str(entry.artifact_path)) for entry in runner_inputs]
 
     def _measure(self, path):
-        found = self._ask(TIMEOUT, run_worker.measure, path, self.setting, self.best_seconds)
+        timeout, self._settled = (LATER if self._settled == self.setting else TIMEOUT), self.setting
+        try:
+            found = self._ask(timeout, run_worker.measure, path, self.setting, self.best_seconds)
+        except TimeoutError:
+            found = {"refused": f"not measured within {timeout} s"}
         if "refused" in found:
             return ms.runner.LocalRunnerFuture(None, found["refused"])
         self.errors[path] = found["error"]
         return ms.runner.LocalRunnerFuture(found["seconds"], None)
 
-    def duel(self, paths, seed):
-        """Seconds of several artefacts measured in turns: for each a dict as of `run_worker.measure`."""
-        found = self._ask(TIMEOUT * len(paths), run_worker.duel, paths, self.setting, DUEL_ROUNDS, seed)
+    def duel(self, paths, seed, seconds=None):
+        """Seconds of several artefacts measured in turns: for each a dict as of `run_worker.measure`. None where they were not through
+        after so many seconds."""
+        most = TIMEOUT * len(paths)
+        try:
+            found = self._ask(min(most, seconds or most), run_worker.duel, paths, self.setting, DUEL_ROUNDS, seed)
+        except TimeoutError:
+            if seconds is not None and seconds < most:
+                return None
+            found = {"refused": f"not measured within {most} s"}
         return [found] * len(paths) if isinstance(found, dict) else found
 
     def _ask(self, timeout, function, *arguments):
-        """Result of a function in the device's process, or {"refused": why}."""
+        """Result of a function in the device's process, or {"refused": why}; TimeoutError, after which there is a new process."""
         try:
             self._worker.send(function, arguments, timeout=timeout)
             return self._worker.recv()
         except TimeoutError:
-            return {"refused": f"not measured within {timeout} s"}
+            self._settled = None
+            raise
         except ChildProcessError:
+            self._settled = None
             return {"refused": "the kernel crashes"}
         except Exception as error:
             # After an error the CUDA context is of no more use: the next kernel gets a new process.
@@ -58,6 +72,7 @@ class GatedRunner(ms.runner.PyRunner):
 
     def close(self):
         """End the process."""
+        self._settled = None
         self._worker.kill()
 
 

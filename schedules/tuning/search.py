@@ -7,6 +7,7 @@ import numpy as np
 from tvm.s_tir import meta_schedule as ms
 
 from schedules.tuning.features import KnobFeatures, token
+from schedules.tuning.last_round import TICK, Times, Winner, last_round, past, ranked
 from schedules.tuning.log import Outcome
 from schedules.tuning.task import Task
 
@@ -14,12 +15,8 @@ from schedules.tuning.task import Task
 RIVAL = 1.15
 #: Plans in the last round, which are measured in turns.
 FINALISTS = 5
-#: Seconds that are kept back for it, and the largest part of a session that this may be.
-DUEL_SECONDS, DUEL_SHARE = 22.0, 0.3
 #: Plans that a turn of a space proposes, at least: MetaSchedule's search costs as much as several builds.
 BATCH = 8
-#: Seconds between looks at the clock while builds are waited for.
-TICK = 0.2
 
 
 class TuneError(RuntimeError):
@@ -47,30 +44,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Winner:
-    """The best plan.
-
-    measured  how: "duel" or "search"
-    ranking   ((seconds a call, (family name, plan)), ...) of all that were measured alike, the best first
-    error     largest error of O in the gate of the duel
-    outcome   what the search found of it
-    """
-
-    measured: str
-    ranking: tuple
-    error: float | None
-    outcome: Outcome
-
-    @property
-    def seconds(self):
-        return self.ranking[0][0]
-
-    @property
-    def key(self):
-        return self.ranking[0][1]
-
-
-@dataclass(frozen=True)
 class Host:
     """What a session asks of whoever runs it.
 
@@ -87,8 +60,9 @@ class Host:
 
 
 class Session:
-    """One session of tuning one workload.
+    """One session of tuning the forward pass of one workload, or one part of its gradients.
 
+    name          of what is tuned
     spaces        schedules.space.Spaces: the alternatives
     shape         te_defs.workload.Shape that is timed
     builder       PoolBuilder
@@ -102,27 +76,31 @@ class Session:
     alone         nothing is built while a kernel is measured: for CPU kernels
     """
 
-    def __init__(self, spaces, shape, builder, runner, host, known, declarations, *, champion=None, seed=0, threads=1, alone=False):
-        self.spaces, self.known, self.declarations, self.champion, self.seed = spaces, known, declarations, champion, seed
+    def __init__(self, name, spaces, shape, builder, runner, host, known, declarations, *, champion=None, seed=0, threads=1, alone=False):
+        self.name, self.spaces, self.known, self.declarations, self.champion, self.seed = name, spaces, known, declarations, champion, seed
         self.builder, self.runner, self.host, self.alone = builder, runner, host, alone
         np.random.seed(seed)  # an untrained XGBModel draws from NumPy's global state
         model = ms.cost_model.XGBModel(extractor=KnobFeatures(spaces), num_warmup_samples=12, verbose_eval=0, num_tuning_cores=threads)
         self.tasks = [Task(space, shape, model, known, seed + number, threads) for number, space in enumerate(spaces)]
-        builder.spaces = spaces
         self.tried = self.refused = 0
         self._turns, self._owners = {task: 0 for task in self.tasks}, {}
 
     def run(self, limits):
-        """Search within the limits, then duel; the Winner. TuneError where no plan passes. After a stop there is no duel."""
-        self._begun = self.host.clock()
-        self._limits = limits
-        end = None if limits.seconds is None else self._begun + limits.seconds
+        """Search within the limits, then duel; the Winner. TuneError where no plan passes. After a stop there is no duel, and none where
+        the time is up before the default plan is built."""
+        begun = self.host.clock()
+        times = Times.of(begun, limits.seconds)
+        self.search(limits, times, begun)
+        return (None if self.host.stop() else self._duel(times)) or self.leader()
+
+    def search(self, limits, times, begun):
+        """Search until the trials or the time to build and measure are over, a time that counts from `begun`."""
+        self._begun, self._limits = begun, limits
+        self.builder.spaces = self.spaces
         self._drop_stale()
-        self._search(None if end is None else end - min(DUEL_SECONDS, DUEL_SHARE * limits.seconds))
+        self._search(times)
         if self.known:
             self.host.save()
-        winner = None if self.host.stop() else self._duel()
-        return winner or self.leader()
 
     def _drop_stale(self):
         """Forget what earlier sessions found of declarations that have changed since."""
@@ -135,23 +113,23 @@ class Session:
 
     def leader(self):
         """The Winner by the search's measurements alone; TuneError where no plan has passed."""
-        ranking = self._ranking()
+        ranking = self.ranking()
         if not ranking:
-            reasons = [outcome.refused for outcome in self.known.values() if outcome.refused]
-            raise TuneError(f"no plan of {self.spaces[0].workload.name} has passed so far, found "
+            reasons = [outcome.refused for key, outcome in self.known.items() if outcome.refused and self.space_of(key)]
+            raise TuneError(f"no plan of {self.name} has passed so far, found "
                             f"{reasons[0].splitlines()[0] if reasons else 'none that was tried'}")
-        return Winner("search", tuple((self.known[key].seconds, key) for key in ranking), None, self.known[ranking[0]])
+        return Winner("search", tuple((self.known[key].seconds, key) for key in ranking), self.known[ranking[0]], {})
 
-    def _ranking(self):
+    def ranking(self):
         """Keys of all plans that passed, the fastest first; those of spaces that are no longer there do not count."""
         passed = (key for key, outcome in self.known.items() if outcome.seconds is not None and self.space_of(key) is not None)
         return sorted(passed, key=lambda key: self.known[key].seconds)
 
-    def _search(self, deadline):
+    def _search(self, times):
         pending = {}  # future -> (task, plan)
         ended = False
         while True:
-            ended = ended or self.host.stop() or (deadline is not None and self.host.clock() >= deadline)
+            ended = ended or self.host.stop() or past(times.build, self.host)
             if not ended and len(pending) <= (0 if self.alone else self.builder.workers):
                 batch = self._batch(self._room(len(pending)), {task.key(plan) for task, plan in pending.values()})
                 ended = not batch and not pending
@@ -159,7 +137,7 @@ class Session:
                     pending[self.builder.begin(token(task.space, plan).mod)] = task, plan
             if ended:
                 pending = {future: entry for future, entry in pending.items() if not future.cancel()}
-                if self.host.stop() or not pending:
+                if self.host.stop() or past(times.measure, self.host) or not pending:
                     break
             when = concurrent.futures.ALL_COMPLETED if self.alone else concurrent.futures.FIRST_COMPLETED
             done, _ = concurrent.futures.wait(pending, TICK, when)
@@ -167,7 +145,7 @@ class Session:
                 continue
             for future in done:
                 self._measure(future, *pending.pop(future))
-                if self.host.stop():
+                if self.host.stop() or past(times.measure, self.host):
                     break
 
     def _room(self, pending):
@@ -198,7 +176,8 @@ class Session:
         best = {task: task.measured()[0][0] if task.measured() else float("inf") for task in self.tasks}
         open_tasks = [task for task in self.tasks if task.unknown(taken)]
         # A space of one plan, such as that of another family's champion, is no measure of where a search pays.
-        rivals = [task for task in open_tasks if best[task] <= RIVAL * min(best[other] for other in self.tasks if other.space.size > 1)]
+        least = min((best[task] for task in self.tasks if task.space.size > 1), default=float("inf"))
+        rivals = [task for task in open_tasks if best[task] <= RIVAL * least]
         if rivals:
             return min(rivals, key=lambda task: (self._turns[task], best[task]))
         return min(open_tasks, key=best.get, default=None)
@@ -211,7 +190,7 @@ class Session:
             path = str(built.artifact_path)
             facts = self.builder.built[path]
             self.declarations[task.space.name] = facts.declaration
-            self.runner.best_seconds = self.known[self._ranking()[0]].seconds if self._ranking() else None
+            self.runner.best_seconds = self.known[self.ranking()[0]].seconds if self.ranking() else None
             result = self.runner.run([ms.runner.RunnerInput(path, task.space.arch.kind, [])])[0].result()
             seconds = None if result.error_msg is not None else statistics.median(float(x) for x in result.run_secs)
             outcome = Outcome(seconds, _sentence(result.error_msg), facts.registers, facts.spill_bytes)
@@ -225,48 +204,46 @@ class Session:
 
     def progress(self):
         """Where the session stands."""
-        ranking = self._ranking()
+        ranking = self.ranking()
         elapsed = self.host.clock() - self._begun
         left = None if self._limits.seconds is None else max(self._limits.seconds - elapsed, 0.0)
         return Progress(self.tried, self.refused, ranking[0] if ranking else None, self.known[ranking[0]].seconds if ranking else None,
                         elapsed, left)
 
-    def _duel(self):
-        """Winner among the best few, built whole and measured in turns; None where a stop came first."""
+    def _duel(self, times):
+        """Winner among the best few, measured in turns; None where a stop came first, or the end of the time."""
         while finalists := self._finalists():
-            futures = [self.builder.begin(token(self.space_of(key), key[1]).mod, whole=True) for key in finalists]
-            while concurrent.futures.wait(futures, TICK).not_done:
-                if self.host.stop():
-                    for future in futures:
-                        future.cancel()
-                    return None
-            scores = self._scores(finalists, [self.builder.result(future) for future in futures])
+            of_spaces = {key: (self.space_of(key), key[1]) for key in finalists}
+            found = last_round(of_spaces, self.builder, self.runner, self.host, self.seed, times)
+            if found is None:
+                return None
+            scores, failures = found
+            for key, why in failures.items():  # those that fail now, with their twin, are refused for good
+                self.known[key] = replace(self.known[key], seconds=None, refused=_sentence(why))
             if scores:
-                ranking = sorted(((seconds, key) for key, (seconds, _) in scores.items()), key=lambda entry: entry[0])
-                best = ranking[0][1]
-                return Winner("duel", tuple(ranking), scores[best][1], self.known[best])
+                ranking = ranked(scores)
+                return Winner("duel", ranking, self.known[ranking[0][1]], scores)
         return None
 
     def _finalists(self):
-        """The fastest few by the search's measurements, the champion of earlier sessions, and the default plan: a winner must beat both."""
-        ranking, default = self._ranking(), self.tasks[0].key(self.spaces[0].seed)
-        return ranking[:FINALISTS] + [key for key in ranking[FINALISTS:] if key in (self.champion, default)]
+        """The default plan, which a winner must beat, the champion of earlier sessions, too, and the fastest few by the search's
+        measurements."""
+        ranking = self.ranking()
+        return [key for key in dict.fromkeys((self.default, self.champion, *ranking[:FINALISTS])) if key in ranking]
 
-    def _scores(self, finalists, built):
-        """{key: (seconds, error)} of finalists measured in turns; those that fail now, with their twin, are refused for good."""
-        paths = {key: str(result.artifact_path) for key, result in zip(finalists, built) if result.error_msg is None}
-        failures = {key: result.error_msg for key, result in zip(finalists, built) if result.error_msg is not None}
-        scores = {}
-        for key, found in zip(paths, self.runner.duel(list(paths.values()), self.seed) if paths else ()):
-            if "refused" in found:
-                failures[key] = found["refused"]
-            else:
-                scores[key] = statistics.median(found["seconds"]), found["error"]
-        for key, why in failures.items():
-            self.known[key] = replace(self.known[key], seconds=None, refused=_sentence(why))
-        for path in paths.values():
-            self.builder.discard(path)
-        return scores
+    @property
+    def default(self):
+        """Key of the default plan."""
+        return self.tasks[0].key(self.spaces[0].seed)
+
+    def kept(self, winner):
+        """[(space, [(seconds, plan)], the best first)] of what a database shall hold."""
+        space = self.space_of(winner.key)
+        return [(space, [(seconds, key[1]) for seconds, key in winner.ranking if space.owns(*key)])]
+
+    def declaration(self, winner):
+        """What the winner is of, as text."""
+        return self.declarations[self.space_of(winner.key).name]
 
     def space_of(self, key):
         """The space that a (family name, plan) belongs to; None where it has gone since the plan was measured."""
@@ -281,5 +258,3 @@ def _sentence(text):
         return None
     lines = str(text).strip().splitlines() or [""]
     return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}")[:200]
-
-

@@ -1,0 +1,118 @@
+"""The tuning of gradients whose functions have a plan each: a search for one function after the other, then the last round among whole
+gradients, in which plans stand together that were found apart."""
+import itertools
+from dataclasses import replace
+
+from schedules.backward import default_plans
+from schedules.backward_parts import Part
+from schedules.space import Space
+from schedules.tuning.last_round import Times, Winner, last_round, ranked
+from schedules.tuning.search import Session
+
+#: Plans of each function that meet in the last round: the fastest by the search's measurements.
+BEST = 2
+
+
+class Sessions:
+    """Sessions of the functions, with what scripts.tune asks of a Session.
+
+    subject   schedules.tuning.subjects.BackwardPass
+    whole     schedules.space.Space of all functions together, whose seed are the default plans
+    sessions  {role: Session}; they share what is known
+    champion  key of the best plans of earlier sessions; None where there is none
+    """
+
+    def __init__(self, subject, whole, sessions, champion=None):
+        self.subject, self.whole, self.sessions, self.champion = subject, whole, sessions, champion
+        first = next(iter(sessions.values()))
+        self.builder, self.runner, self.host, self.seed = first.builder, first.runner, first.host, first.seed
+        self.known = first.known
+
+    @property
+    def tried(self):
+        return sum(session.tried for session in self.sessions.values())
+
+    @property
+    def refused(self):
+        return sum(session.refused for session in self.sessions.values())
+
+    def run(self, limits):
+        """As Session.run: functions share trials and time alike, and the time that is kept back for the last round is theirs together."""
+        begun, count = self.host.clock(), len(self.sessions)
+        times, searched = Times.of(begun, limits.seconds), 0
+        for number, session in enumerate(self.sessions.values(), 1):
+            own = replace(limits, trials=limits.trials and max(limits.trials * number // count - searched, 1))
+            session.search(own, self._part_of(times, begun, number / count), begun)
+            searched += session.tried
+        return (None if self.host.stop() else self._duel(times)) or self.leader()
+
+    @staticmethod
+    def _part_of(times, begun, share):
+        """The Times of a search that begins when those before it end, and ends when its share of the searches' time is over."""
+        if times.end is None:
+            return times
+        return replace(times, build=begun + share * (times.build - begun), measure=begun + share * (times.measure - begun))
+
+    def leader(self):
+        """The Winner by the searches' measurements alone: gradients of which one function has a plan of its own. TuneError where none has
+        passed."""
+        searched = [role for role, session in self.sessions.items() if session.ranking()] or [next(iter(self.sessions))]
+        found = [(*self.sessions[role].leader().ranking[0], role) for role in searched]
+        seconds, (_, plan), role = min(found, key=lambda it: it[0])
+        key = self.whole.family.NAME, self.whole.seed.but(**{role: plan})
+        return Winner("search", ((seconds, key),), self.sessions[role].leader().outcome, {})
+
+    def _finalists(self):
+        """Keys of the default plans, the champion, and the best of each function with the best of the others."""
+        best = [[(role, key[1]) for key in session.ranking()[:BEST]] or [(role, self.whole.seed.by_role()[role])]
+                for role, session in self.sessions.items()]
+        plans = [self.whole.seed.but(**dict(chosen)) for chosen in itertools.product(*best)]
+        name = self.whole.family.NAME
+        return dict.fromkeys(((name, self.whole.seed), *([self.champion] if self.champion else []), *((name, it) for it in plans)))
+
+    def _duel(self, times):
+        """Winner among whole gradients; None where a stop came first, or the end of the time, or none passes."""
+        self.leader()  # TuneError where nothing has passed
+        found = last_round({key: (self.whole, key[1]) for key in self._finalists()}, self.builder, self.runner, self.host, self.seed, times)
+        if found is None or not found[0]:
+            return None
+        ranking = ranked(found[0])
+        outcomes = [self.known.get(own) for own in self.subject.split(ranking[0][1]).values()]
+        most = max(filter(None, outcomes), key=lambda it: it.registers or 0, default=self.leader().outcome)
+        return Winner("duel", ranking, most, found[0])
+
+    @property
+    def default(self):
+        """Key of the default plans."""
+        return self.whole.family.NAME, self.whole.seed
+
+    def kept(self, winner):
+        """As Session.kept: each function's plan of the winner, then what else is best in its space."""
+        kept = []
+        for role, key in self.subject.split(winner.key).items():
+            session = self.sessions[role]
+            space = session.space_of(key)
+            others = [(session.known[other].seconds, other[1]) for other in session.ranking() if other != key and space.owns(*other)]
+            kept.append((space, [(winner.seconds, key[1]), *others]))
+        return kept
+
+    def declaration(self, winner):
+        return self.subject.declaration_of(winner.key, self.whole.arch)
+
+
+def session_of(subject, parts, champion, shape, builder, runner, host, known, declarations, **options):
+    """The Session of what is tuned, or Sessions where it has several parts.
+
+    parts     {part: spaces}, as `subject.parts`
+    champion  key of the best plan of earlier sessions; None where there is none
+    options   further arguments of Session
+    """
+    own = {} if champion is None else subject.split(champion)
+    sessions = {part: Session(subject.name, spaces, shape, builder, runner, host, known, declarations, champion=own.get(part), **options)
+                for part, spaces in parts.items()}
+    if len(sessions) == 1:
+        return next(iter(sessions.values()))
+    first = next(iter(parts.values()))[0]
+    family = first.family.family
+    whole = Space(Part(family), subject.workload, first.arch, default_plans(family, subject.workload, first.arch), ())
+    return Sessions(subject, whole, sessions, champion)

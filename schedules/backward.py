@@ -6,16 +6,19 @@ from functools import partial
 from schedules.build import compiled
 from schedules.families import (
     cpu_backward, cpu_operand_gradients, delta, dq_cast, mma_backward, mma_fused_backward, mma_operand_gradients, operand_gradients,
-    simt_backward, wgmma_backward, wgmma_fused_backward)
+    simt_backward, wgmma_backward, wgmma_fused_backward, wgmma_ordered_backward)
 from schedules.plan import Plan, fitting
 from schedules.registry import NoSchedule
 from te_defs.operand_gradients import dtype_of, require_gradient
 from te_defs.workload import SINK
 
 #: By the order in which dQ is summed, in order of preference: the first family that does not decline is the default. In order, two runs
-#: give the same bits; in any order, all gradients come from one function that adds to float32 sums in memory.
+#: give the same bits.
 IN_ORDER, ANY_ORDER = "in-order", "any-order"
-FAMILIES = {IN_ORDER: (wgmma_backward, mma_backward, simt_backward, cpu_backward), ANY_ORDER: (wgmma_fused_backward, mma_fused_backward)}
+FAMILIES = {IN_ORDER: (wgmma_ordered_backward, wgmma_backward, mma_backward, simt_backward, cpu_backward),
+            ANY_ORDER: (wgmma_fused_backward, mma_fused_backward)}
+#: Those whose gradients all come from one function, which adds dQ to float32 sums in memory.
+ADDING = (wgmma_ordered_backward, *FAMILIES[ANY_ORDER])
 #: Who schedules gradients of tensors behind the scale, in order of preference.
 OPERAND_FAMILIES = (mma_operand_gradients, operand_gradients, cpu_operand_gradients)
 
@@ -84,15 +87,20 @@ class Operands:
 
 
 def adds(family):
-    """Whether a family's gradients are summed in any order."""
-    return family in FAMILIES[ANY_ORDER]
+    """Whether a family adds dQ to sums in memory."""
+    return family in ADDING
 
 
-def function_names(any_order, place=1, apart=False):
+def takes_turns(family):
+    """Whether it does so in a fixed order."""
+    return adds(family) and family in FAMILIES[IN_ORDER]
+
+
+def function_names(adds, place=1, apart=False):
     """Symbols of the functions in this place of an artefact: for delta, without and with a gradient of the LSE, for dK and dV, and for dQ;
-    in any order for dK, dV and sums of dQ, for dQ from these, and for the zeros that they start from. Of gradients that are `apart` for dK,
-    for dQ, none for zeros, and for dV."""
-    kinds = ("fused", "dq_cast", "dq_zeros") if any_order else ("dk", "dq", None, "dv") if apart else Plans.roles()
+    where a family adds for dK, dV and sums of dQ, for dQ from these, and for the zeros that they start from. Of gradients that are `apart`
+    for dK, for dQ, none for zeros, and for dV."""
+    kinds = ("fused", "dq_cast", "dq_zeros") if adds else ("dk", "dq", None, "dv") if apart else Plans.roles()
     suffix = "" if place == 1 else f"_variant{place}"
     return tuple(name and f"attention_backward_{name}{suffix}" for name in ("delta", "delta_through_lse", *kinds))
 
@@ -124,7 +132,7 @@ def family_named(order, name):
 
 
 def kind_of(family, workload):
-    """Class of a family's plans for a workload: Plans or ApartPlans, or that of the one function where dQ is summed in any order."""
+    """Class of a family's plans for a workload: Plans or ApartPlans, or that of the one function of a family that adds."""
     if adds(family):
         return family.PLAN
     return ApartPlans if getattr(family, "apart", lambda _: False)(workload) else Plans
@@ -156,7 +164,7 @@ def build(family, workload, plans, arch, place=1, strided=False):
     parts = [delta.schedule(workload, arch, strided, through_lse) for through_lse in (False, True)]
     if adds(family):
         parts += [family.schedule(workload, plans, strided=strided), dq_cast.schedule(workload, plans, strided),
-                  dq_cast.zeros(workload, plans)]
+                  dq_cast.zeros(workload, plans, takes_turns(family))]
     else:
         parts += [family.schedule(role, workload, plan, strided=strided) for role, plan in plans.by_role().items()]
     names = filter(None, function_names(adds(family), place, isinstance(plans, ApartPlans)))

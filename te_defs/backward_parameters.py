@@ -46,10 +46,12 @@ class Parameters:
         from all rows where `hides_end`, and the first tile then holds rows where there are any."""
         mask, last = self.mask, minimum(k0 + kv_tile, m) - 1
         first = mask.query_begin(k0, n, m) // q_tile
+        if hides_end and self.tables:  # keys past the end visit the last tile alone: those that visit one are neighbours then
+            first = first + tirx.Cast("int32", k0 >= m) * tiles_of(n, q_tile)
         if hides_end and not isinstance(first, int):  # who adds to a tile wants one that exists, though nothing may be seen there
             first = T.min(first, T.max(tiles_of(n, q_tile) - 1, 0))
         turns = tiles_of(mask.query_end(last, n, m), q_tile) - first
-        turns = T.max(tirx.Select(k0 < m, turns, 0) if self.tables else turns, 1)
+        turns = T.max(tirx.Select(k0 < m, turns, 0) if self.tables and not hides_end else turns, 1)
 
         def whole(t):
             if not mask.knows_queries:

@@ -138,7 +138,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
         delta = T.match_buffer(d, (B, H, N), "float32", align=4)
         dK = T.match_buffer(d_k, (B, M, G, D), dtype, align=4)
         dV = T.match_buffer(d_v, (B, M, G, DV), dtype, align=4)
-        sums = T.meta_var([query_sum.declare(B, H, q_tile, D)] if ADDS else [])
+        sums = T.meta_var(query_sum.declare(B, H, q_tile, D) if ADDS else [])
         sequences, longest = T.meta_var(given.sizes(B, N, M)[::2])
         # The first key tile first: under a causal mask the most queries see it, and a grid ends best on its short tiles.
         for b, g, r in T.grid(sequences, G, tiles_of(longest, kv_tile)):
@@ -202,7 +202,8 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
                             product(dK_acc_new, "dK_acc_new", "jci", q_tile,
                                     lambda j, i: dS_cast[i, j], lambda c, i: Q_tile[i, c], first=dK_acc)
                         if ADDS:
-                            query_sum.add(dS_cast, K_tile, vb, part, h, tile)
+                            query_sum.add(dS_cast, K_tile, vb, part, h, tile, vr,
+                                          given.query_tiles(k0 - kv_tile, q_tile, kv_tile, n, m, hides_end=True)[:2])
                         with T.sblock("back"):
                             each(dK_acc, "dK_acc", "jc", lambda j, c: dK_acc_new[j, c])
                             each(dV_acc, "dV_acc", "jc", lambda j, c: dV_acc_new[j, c])

@@ -13,6 +13,12 @@ all there, and what is added past the end of a sequence, zeros, stands where nob
 first_query // q_tile + b on: tiles of sequences do not meet, as the rows of those before fill at most so many.
 
 A key past the end must add nothing here, while it may spoil its own rows of dK and dV: the tile that it is in is always masked.
+
+Tiles of keys can be told to add one after the other, which gives the same bits whatever runs side by side. Beside the sums then stands for
+each tile whose turn it is, the number of a tile of keys, and around the addition::
+
+    dQ_ahead      how far that is from these keys' turn: where keys are visited in order, not at all
+    dQ_turn       the turn of the next tile of keys
 """
 from tvm import tirx
 from tvm.script import tirx as T
@@ -45,42 +51,62 @@ def rotated(turn, turns, first):
 
 
 class QuerySum:
-    """What `attention_dk_dv` does besides: it builds the blocks that add up dQ."""
+    """What `attention_dk_dv` does besides: it builds the blocks that add up dQ; where `in_order`, tile of keys by tile of keys."""
 
-    def __init__(self):
-        self.tensor = None
+    def __init__(self, in_order=False):
+        self.in_order, self.tensor, self.turns = in_order, None, None
 
     def declare(self, B, H, q_tile, D):
-        """The tensor that takes the sums, in as many tiles as the call brings."""
-        self.tensor = T.match_buffer(T.arg("d_s", T.handle()), (B, H, tirx.Var("tiles", "int32"), q_tile, D), "float32", align=4)
+        """The tensors that take the sums, in as many tiles as the call brings, and whose turn it is at each."""
+        tiles = tirx.Var("tiles", "int32")
+        self.tensor = T.match_buffer(T.arg("d_s", T.handle()), (B, H, tiles, q_tile, D), "float32", align=4)
         IRBuilder.name("dQ_sum", self.tensor)
-        return self.tensor
+        if self.in_order:
+            self.turns = T.match_buffer(T.arg("d_t", T.handle()), (B, H, tiles), "int32", align=4)
+            IRBuilder.name("dQ_turns", self.turns)
+        return [self.tensor, self.turns][:1 + self.in_order]
 
     def turned(self, given, turn, turns, first):
         """The turn whose tile of queries is visited in a turn. Where all tiles of keys visit the same ones, each begins with another, its
         `first`, so that not all that run side by side read and add to the same rows; who asks whether a tile is whole may ask with either.
         Lengths that arrive with a call are bound in a block, and TVM could not tell which tile a turn writes: there turns are as they are.
         """
-        return rotated(turn, turns, first) if visits_all(given.mask) and not given.tables else turn
+        return rotated(turn, turns, first) if visits_all(given.mask) and not given.tables and not self.in_order else turn
 
-    def add(self, dS_cast, K_tile, b, rows, h, t):
-        """Add dS K to a head's tile t of the sums of batch entry b, whose rows are a te_defs.lengths.Part."""
+    def add(self, dS_cast, K_tile, b, rows, h, t, r, tiles_before):
+        """Add dS K to a head's tile t of the sums of batch entry b, whose rows are a te_defs.lengths.Part.
+
+        r             number of the tile of keys
+        tiles_before  (first, number) of the tiles that the one before visits: those that visit a tile are neighbours (te_defs/masks.py)
+        """
         part = T.sblock_alloc_buffer((dS_cast.shape[0], K_tile.shape[1]), "float32")
         IRBuilder.name("dQ_part", part)
         tile = rows.entry, h, first_tile(b, rows, dS_cast.shape[0]) + t
         with T.sblock("dsk"):
             product(part, "dQ_part", "icj", dS_cast.shape[1], lambda i, j: dS_cast[i, j], lambda c, j: K_tile[j, c])
+        if self.in_order:
+            first, number = tiles_before
+            follows = tirx.And(tirx.And(r > 0, first <= t), t < first + number)
+            ahead = T.sblock_alloc_buffer((1,), "int32")
+            IRBuilder.name("ahead", ahead)
+            with T.sblock("dQ_ahead"):
+                T.buffer_store(ahead, self.turns[tile] - r * tirx.Cast("int32", follows), [0])
         with T.sblock("sum"), block("dQ_sum", "ic", part.shape) as (i, c):
             T.buffer_store(self.tensor, self.tensor[(*tile, i, c)] + part[i, c], [*tile, i, c])
+        if self.in_order:
+            with T.sblock("dQ_turn"):
+                T.buffer_store(self.turns, ahead[0] + (r + 1), list(tile))
 
 
-def attention_dk_dv_dq(workload, q_tile, kv_tile, channel_steps=(1, 1)):
+def attention_dk_dv_dq(workload, q_tile, kv_tile, channel_steps=(1, 1), in_order=False):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ_sum [B, H, tiles,
     q_tile, D] float32, dK [B, M, G, D], dV [B, M, G, DV], scale, ...) -> None. As `attention_dk_dv`; besides, dQ / scale is added to
-    dQ_sum, which holds zeros before the call and has `sum_tiles` tiles."""
-    func = attention_dk_dv(workload, q_tile, kv_tile, QuerySum(), channel_steps)
+    dQ_sum, which holds zeros before the call and has `sum_tiles` tiles. Where `in_order`, dQ_turns [B, H, tiles] int32, zeros as well, stands
+    behind dQ_sum, and additions to a tile are made in the order of the keys."""
+    func = attention_dk_dv(workload, q_tile, kv_tile, QuerySum(in_order), channel_steps)
     params = list(func.params)
-    params.insert(OPERANDS, params.pop(OWN))
+    for place in range(1 + in_order):
+        params.insert(OPERANDS + place, params.pop(OWN + place))
     return tirx.PrimFunc(params, func.body, func.ret_type, func.attrs)
 
 
@@ -118,9 +144,27 @@ def attention_dq_cast(workload, q_tile):
     return given.of(dq_cast)
 
 
-def attention_dq_zeros(workload, q_tile):
-    """PrimFunc (dQ_sum [B, H, tiles, q_tile, D] float32) -> None: dQ_sum = 0."""
+def attention_dq_zeros(workload, q_tile, in_order=False):
+    """PrimFunc (dQ_sum [B, H, tiles, q_tile, D] float32) -> None: dQ_sum = 0; where `in_order`, (dQ_sum, dQ_turns [B, H, tiles] int32), and
+    dQ_turns = 0."""
     D = workload.head_dim
+
+    if in_order:
+        @script.prim_func(s_tir=True)
+        def dq_zeros_and_turns(d_s: T.handle, d_t: T.handle):
+            T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
+            B, H, tiles = T.int32(), T.int32(), T.int32()
+            dQ_sum = T.match_buffer(d_s, (B, H, tiles, q_tile, D), "float32", align=4)
+            dQ_turns = T.match_buffer(d_t, (B, H, tiles), "int32", align=4)
+            for b, h, t, i, c in T.grid(B, H, tiles, q_tile, D):
+                with T.sblock("dQ_sum"):
+                    vb, vh, vt, vi, vc = T.axis.remap("SSSSS", [b, h, t, i, c])
+                    dQ_sum[vb, vh, vt, vi, vc] = T.float32(0)
+            for b, h, t in T.grid(B, H, tiles):
+                with T.sblock("dQ_turns"):
+                    vb, vh, vt = T.axis.remap("SSS", [b, h, t])
+                    dQ_turns[vb, vh, vt] = 0
+        return dq_zeros_and_turns
 
     @script.prim_func(s_tir=True)
     def dq_zeros(d_s: T.handle):

@@ -78,12 +78,13 @@ class Scheduled(Plain):
 class Fused:
     """The functions with five products, unscheduled: the same call."""
 
-    def __init__(self, workload, q_tile=32, kv_tile=16):
-        self.compile(workload, q_tile, attention_delta(workload), attention_dk_dv_dq(workload, q_tile, kv_tile),
+    def __init__(self, workload, q_tile=32, kv_tile=16, in_order=False):
+        self.compile(workload, q_tile, attention_delta(workload), attention_dk_dv_dq(workload, q_tile, kv_tile, in_order=in_order),
                      attention_dq_cast(workload, q_tile))
 
     def compile(self, workload, q_tile, *functions):
         self.q_tile, self.packed = q_tile, workload.lengths == "packed"
+        self.in_order = any(param.name == "dQ_turns" for param in functions[1].params if hasattr(param, "data"))
         self.delta, self.fused, self.dq_cast = (tvm.compile(function, QUICK_LLVM) for function in functions)
 
     def shape_of_tile(self, channels):
@@ -96,8 +97,9 @@ class Fused:
         batch, rows, heads, channels = q.shape
         tiles = sum_tiles(rows, self.q_tile, arguments[-4].shape[0] - 1 if self.packed else 0)
         dq_sum = tvm.runtime.tensor(np.zeros((batch, heads, tiles, *self.shape_of_tile(channels)), "float32"))
+        self.turns = tvm.runtime.tensor(np.zeros((batch, heads, tiles), "int32"))
         self.delta(dout, out, delta)
-        self.fused(dout, q_, k_, v_, lse_, delta, dq_sum, dk, dv, scale, *arguments)
+        self.fused(dout, q_, k_, v_, lse_, delta, dq_sum, *([self.turns] if self.in_order else []), dk, dv, scale, *arguments)
         self.dq_cast(dq_sum, dq, scale, *arguments)
         return [x.numpy() for x in (dq, dk, dv)]
 

@@ -15,7 +15,7 @@ from schedules import backward
 from schedules.arch import cuda_arch
 from schedules.artefact.export import export_artefact
 from schedules.artefact.manifest import describe
-from schedules.families import dq_cast, mma_fused_backward, wgmma_fused_backward
+from schedules.families import dq_cast, mma_fused_backward, wgmma_fused_backward, wgmma_ordered_backward
 from schedules.families.mma_fused_backward import MmaFusedBackwardPlan
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.plan import PlanError
@@ -36,7 +36,8 @@ CAUSAL, CAPPED = Workload(64, 128, "float16", "causal"), Workload.parse("fwd_d64
 MMA_PLAN = MmaFusedBackwardPlan(32, 64, 2)
 SCHEDULED = [(wgmma_fused_backward, CAUSAL, PLAN), (wgmma_fused_backward, CAPPED, PLAN),
              (wgmma_fused_backward, FULL, PLAN.but(kv_tile=128)), (wgmma_fused_backward, Workload(64, 40, "float16", "causal"), PLAN),
-             (wgmma_fused_backward, CAUSAL, PLAN.but(across=1)), (mma_fused_backward, CAPPED, MMA_PLAN),
+             (wgmma_fused_backward, CAUSAL, PLAN.but(across=1)), (wgmma_ordered_backward, CAUSAL, PLAN),
+             (wgmma_ordered_backward, CAPPED, PLAN), (mma_fused_backward, CAPPED, MMA_PLAN),
              (mma_fused_backward, CAUSAL, MMA_PLAN.but(warps=4, parts=2, query_rows=2)),
              (mma_fused_backward, FULL, MMA_PLAN.but(q_tile=48))]
 MMA_SEEDS = [(Workload(128, 128, "float16", "causal"), "sm_80"), (Workload(64, 64, "bfloat16", "full"), "sm_80"),
@@ -95,11 +96,26 @@ def test_every_mask_and_length_is_scheduled(mask, lengths):
     assert wgmma_fused_backward.schedule(it, wgmma_fused_backward.default_plan(it, ARCH)).mod["main"].attrs
 
 
+@pytest.mark.parametrize("lengths", ["uniform", "keys", "packed"])
+@pytest.mark.parametrize("mask", ["full", "causal", "causal_top_left", "window", "prefix"])
+def test_turns_come_one_after_the_other(mask, lengths):
+    """Where the tiles of keys add in order, nobody finds that it is not his turn: he would wait for ever on a GPU."""
+    it = Workload(16, 16, "float32", mask, lengths=lengths)
+    function = Fused(it, 32, 16, in_order=True)
+    for (rows, keys), sample_of in itertools.product(((1, 1), (33, 40), (40, 200), (170, 20), (70, 150)), it.mask_class.samples):
+        (batch, n, m), tables = sample(lengths, 2, rows, keys)
+        tables = (*tables, int(np.diff(tables[1]).max())) if lengths == "packed" else tables
+        given, answers, lse = problem(it, Shape(batch, 2, 1, n, m, sample_of), 0.25, sample_of, tables)
+        function(*given, 0.25, (*sample_of, *tables))
+        longest = int(np.diff(tables[1]).max()) if lengths == "packed" else m
+        assert function.turns.numpy().max() <= -(-longest // 16), (n, m, sample_of)
+
+
 def unbound_functions(family, workload, plan):
     """The functions but delta up to the stage that binds threads: what runs on llvm."""
     fused = family.schedule(workload, plan, unbound(family))
-    cast, zeros = (s_tir.Schedule(tvm.IRModule({"main": form(workload, plan.q_tile)}), debug_mask=0)
-                   for form in (attention_dq_cast, attention_dq_zeros))
+    cast, zeros = (s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0) for func in (
+        attention_dq_cast(workload, plan.q_tile), attention_dq_zeros(workload, plan.q_tile, backward.takes_turns(family))))
     dq_cast.give_rows_lanes(cast, workload.head_dim)
     dq_cast.give_zeros_lanes(zeros, workload.head_dim)
     return [sch.mod["main"] for sch in (fused, cast, zeros)]
@@ -120,7 +136,8 @@ def test_numbers_before_threads_are_bound(family, workload, plan):
     check_ragged(Scheduled(family, workload, plan), workload)
 
 
-@pytest.mark.parametrize("family, plan", [(wgmma_fused_backward, PLAN), (mma_fused_backward, MMA_PLAN)], ids=["wgmma", "mma"])
+@pytest.mark.parametrize("family, plan", [(wgmma_fused_backward, PLAN), (wgmma_ordered_backward, PLAN), (mma_fused_backward, MMA_PLAN)],
+                         ids=["wgmma", "ordered", "mma"])
 @pytest.mark.parametrize("lengths", ["uniform", "packed"])
 def test_an_artefact_has_room_for_the_sums(tmp_path, lengths, family, plan):
     """What it allocates, and who gets it: the functions of an artefact on llvm."""
@@ -128,7 +145,8 @@ def test_an_artefact_has_room_for_the_sums(tmp_path, lengths, family, plan):
     names = backward.function_names(True)
     functions = [attention_delta(it), attention_delta(it, through_lse=True), *unbound_functions(family, it, plan)]
     made = tvm.compile(tvm.IRModule({name: func.with_attr("global_symbol", name) for name, func in zip(names, functions)}), QUICK_LLVM)
-    forward, gradients = on_cpu(replace(it, lengths="uniform")), replace(variant(made), sum_rows=plan.q_tile)
+    forward, turns = on_cpu(replace(it, lengths="uniform")), backward.takes_turns(family)
+    gradients = replace(variant(made), sum_rows=plan.q_tile, turns=turns)
     path, _ = export_artefact([forward], it, tmp_path / "any_order.so", describe(it, [forward], None, [gradients]), (), [gradients])
     module = tvm_ffi.load_module(str(path))
     told = json.loads(str(module.flash_attention_manifest()))["backward"]["variants"][0]
@@ -136,12 +154,12 @@ def test_an_artefact_has_room_for_the_sums(tmp_path, lengths, family, plan):
     if lengths == "packed":
         begins = np.array([0, 5, 5, 145, 150], np.int32), np.array([0, 20, 20, 100, 180], np.int32), 140
         assert verdict(Called(module, it), it, Shape(1, 4, 2, 150, 180), 0.2, (), begins) is None
-        assert eval(told["workspace_bytes"], sizes) == 4 * 150 * 4 + 4 * 4 * (150 // plan.q_tile + 4) * plan.q_tile * 64
+        assert eval(told["workspace_bytes"], sizes) == 4 * 150 * 4 + 4 * 4 * (150 // plan.q_tile + 4) * (plan.q_tile * 64 + turns)
     else:
         assert verdict(Called(module, it), it, Shape(2, 4, 2, 150, 70), 0.2, through_lse=True) is None
         assert verdict(Called(module, it), it, Shape(1, 2, 2, 0, 70), 0.2) is None
-        assert eval(told["workspace_bytes"], sizes) == 4 * 150 * 4 + 4 * 4 * -(-150 // plan.q_tile) * plan.q_tile * 64
-    assert told["order"] == "any"
+        assert eval(told["workspace_bytes"], sizes) == 4 * 150 * 4 + 4 * 4 * -(-150 // plan.q_tile) * (plan.q_tile * 64 + turns)
+    assert told["order"] == ("fixed" if turns else "any")
 
 
 @pytest.mark.slow

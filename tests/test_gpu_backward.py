@@ -7,8 +7,8 @@ import pytest
 import tvm
 
 from schedules.arch import arch_of_capability
-from schedules.backward import FAMILIES, adds
-from schedules.families import delta, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward
+from schedules.backward import ANY_ORDER, FAMILIES
+from schedules.families import delta, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward, wgmma_ordered_backward
 from schedules.lowering.cuda_compile import cuda_compiler
 from te_defs import lengths, reference
 from te_defs.workload import Shape, Workload, make_arguments
@@ -61,7 +61,7 @@ def gradients(arch, toolkit, tmp_path_factory):
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
 @pytest.mark.parametrize("family", ON_GPUS, ids=lambda f: f.NAME)
 def test_numbers_and_bits(gradients, family, workload):
-    call = Called(gradients(family, workload), workload, tvm.cuda(0), times=1 if adds(family) else 2)
+    call = Called(gradients(family, workload), workload, tvm.cuda(0), times=1 if family in FAMILIES[ANY_ORDER] else 2)
     mask = workload.mask_class.samples[len(workload.mask_class.samples) // 2]
     for name, (shape, factor) in SHAPES.items():
         sizes, given = lengths.sample(workload.lengths, shape.batch, shape.q_len, shape.kv_len)
@@ -91,7 +91,8 @@ def test_gradients_of_operands(gradients, family, workload):
             assert operands.verdict(call, workload, operand, shape, scale, arguments, given) is None, (name, operand, single)
 
 
-@pytest.mark.parametrize("family, channels", [(wgmma_backward, 128), (wgmma_backward, 256), (mma_backward, 128)],
+@pytest.mark.parametrize("family, channels", [(wgmma_ordered_backward, 64), (wgmma_ordered_backward, 128), (wgmma_backward, 128),
+                                              (wgmma_backward, 256), (mma_backward, 128)],
                          ids=lambda it: getattr(it, "NAME", f"{it}"))
 def test_thirty_runs_give_the_same_bits(gradients, family, channels):
     workload = Workload(channels, channels, "float16", "causal")

@@ -41,7 +41,7 @@ static int release(const Workspace *workspace) {
 }
 
 /* Call a function with some arguments of its own, and with as many of those behind the tensors of the call as it takes. */
-enum { BEHIND = ARGUMENTS - SCALE, MOST_OWN = 9 };
+enum { BEHIND = ARGUMENTS - SCALE, MOST_OWN = 10 };
 static int invoke(void *self, const Call *call, Function function, const TVMFFIAny *own, int count, int behind, TVMFFIAny *result) {
   TVMFFIAny args[MOST_OWN + BEHIND];
   memcpy(args, own, count * sizeof *args);
@@ -51,24 +51,28 @@ static int invoke(void *self, const Call *call, Function function, const TVMFFIA
 
 /* The kernels of a call, one after the other: delta, then dk and dv, by one or by one each, then dq; or delta and zeros, then dk, dv and sums
  * of dq, then dq. Where there are no queries, keys get zeros, and where there are no keys, queries do. */
-static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVMFFIAny *delta, const TVMFFIAny *sums, TVMFFIAny *result) {
+static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVMFFIAny *delta, const TVMFFIAny *sums, const TVMFFIAny *turns,
+                  TVMFFIAny *result) {
   const TVMFFIAny *it = call->checked;
-  bool adds = call->variant->sum_rows > 0, apart = call->variant->functions[GRADIENTS_OF_VALUES] != NULL;
+  bool adds = call->variant->sum_rows > 0, apart = call->variant->functions[GRADIENTS_OF_VALUES] != NULL, turn = call->variant->turns;
   bool queries = call->longest[0] > 0 && call->views[LSE].span > 0;
   bool keys = call->longest[1] > 0 && call->views[DK].span > 0;
   TVMFFIAny of_delta[] = {it[DOUT], it[OUT], *delta}, through_lse[] = {it[DOUT], it[OUT], *dlse, *delta};
   TVMFFIAny of_keys[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DK], it[DV]};
   TVMFFIAny of_values[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DV]};
   TVMFFIAny of_all[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, *sums, it[DK], it[DV]};
+  TVMFFIAny in_turn[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, *sums, *turns, it[DK], it[DV]}, zeros[] = {*sums, *turns};
   TVMFFIAny of_queries[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DQ]};
   TVMFFIAny of_sums[] = {*sums, it[DQ]};
 
   if (queries && (dlse->type_index == kTVMFFINone ? invoke(self, call, DELTA, of_delta, 3, 0, result)
                                                   : invoke(self, call, DELTA_THROUGH_LSE, through_lse, 4, 0, result)))
     return -1;
-  if (queries && adds && invoke(self, call, ZEROS, of_sums, 1, 0, result)) return -1;
+  if (queries && adds && invoke(self, call, ZEROS, zeros, turn ? 2 : 1, 0, result)) return -1;
   if (keys && apart && invoke(self, call, GRADIENTS_OF_VALUES, of_values, 7, BEHIND, result)) return -1;
-  if (keys && invoke(self, call, GRADIENTS_OF_KEYS, adds ? of_all : of_keys, adds ? 9 : apart ? 7 : 8, BEHIND, result)) return -1;
+  if (keys && invoke(self, call, GRADIENTS_OF_KEYS, turn ? in_turn : adds ? of_all : of_keys, turn ? 10 : adds ? 9 : apart ? 7 : 8, BEHIND,
+                     result))
+    return -1;
   if (!queries) return 0;
   return adds ? invoke(self, call, GRADIENTS_OF_QUERIES, of_sums, 2, BEHIND, result)
               : invoke(self, call, GRADIENTS_OF_QUERIES, of_queries, 7, BEHIND, result);
@@ -133,9 +137,13 @@ static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny 
   Workspace delta = {.plain = call.plain[LSE]}, sums = {.plain = call.plain[DQ]};
   int64_t shape[4];
   describe_sums(&call, &sums.plain, delta.plain.dtype, shape);
+  Workspace turns = {.plain = sums.plain};  /* [batch, heads, tiles] */
+  turns.plain.ndim = 3, turns.plain.dtype = (DLDataType){kDLInt, 32, 1};
   int failed = allocate(&delta, "delta") || (call.variant->sum_rows > 0 && allocate(&sums, "sums of dq")) ||
-               launch(self, &call, &dlse, &delta.argument, &sums.argument, result);
+               (call.variant->turns && allocate(&turns, "turns at sums of dq")) ||
+               launch(self, &call, &dlse, &delta.argument, &sums.argument, &turns.argument, result);
   for (int i = 0; i < OPERANDS && !failed; ++i) failed = launch_operand(self, &call, i, &operands[i], &delta.argument, result);
+  failed = release(&turns) || failed;
   failed = release(&sums) || failed;
   return release(&delta) || failed ? -1 : 0;
 }

@@ -14,6 +14,7 @@
  *                                packed         1 where it is for grouped heads that share tiles, of fewer queries than `rows`
  *                                whole_rows     1 where sequences inside tensors are found by the number of a row
  *                                sum_rows       rows of a tile of sums of dq, 0 where it needs none
+ *                                turns          1 where it needs to know whose turn it is at each of these tiles
  *                                operand_rows, operand_keys, operand_blocks   queries and keys of a tile of an operand whose gradient is
  *                                               summed, and how many blocks there shall be at least
  *                                codes          {major, minor, exact} for each architecture of its device code, then {0}
@@ -76,7 +77,7 @@ typedef struct {
   const char *beyond;
   int alignment;
   int64_t queries, tiles, rows;
-  int strided, packed, whole_rows, sum_rows;
+  int strided, packed, whole_rows, sum_rows, turns;
   int64_t operand_rows, operand_keys, operand_blocks;
   const Code *codes;
 } Variant;
@@ -86,10 +87,10 @@ typedef struct {
 #define DECLARE(function) extern HostFunction function __attribute__((visibility("hidden")));
 FLASHTIR_FUNCTIONS(DECLARE)
 #define ALL(...) {__VA_ARGS__}
-#define LIST(name, functions, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, sum_rows, operand_rows, \
-             operand_keys, operand_blocks, ...) \
-  {name, ALL functions, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, sum_rows, operand_rows, \
-   operand_keys, operand_blocks, (const Code[]){__VA_ARGS__}},
+#define LIST(name, functions, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, sum_rows, turns, \
+             operand_rows, operand_keys, operand_blocks, ...) \
+  {name, ALL functions, max_elements, beyond, alignment, queries, tiles, rows, strided, packed, whole_rows, sum_rows, turns, \
+   operand_rows, operand_keys, operand_blocks, (const Code[]){__VA_ARGS__}},
 static const Variant kVariants[] = {FLASHTIR_VARIANTS(LIST)};
 enum { VARIANTS = sizeof kVariants / sizeof *kVariants };
 

@@ -187,7 +187,8 @@ def _entry_of(variant, symbols):
     tile = variant.operands.plan and (variant.operands.plan.q_tile, variant.operands.plan.kv_tile, variant.operands.blocks)
     codes = ["{%d, %d, %d}" % (*arch.capability, arch.exact or not variant.portable) for arch in map(cuda_arch, variant.archs)]
     return ", ".join([f'"{variant.name}"', f"({', '.join(symbols)})", str(variant.max_elements), f'"{beyond}"', str(variant.alignment),
-                      *(str(int(it)) for it in (*astuple(variant.serves), variant.whole_rows, variant.sum_rows, *(tile or (1, 1, 1)))),
+                      *(str(int(it)) for it in (*astuple(variant.serves), variant.whole_rows, variant.sum_rows, variant.turns,
+                                               *(tile or (1, 1, 1)))),
                       *codes, "{0}"])
 
 

@@ -64,19 +64,20 @@ def _describe_backward(workload, gradients):
     return {
         "signature": f"flash_attention_backward({', '.join(backward_arguments(workload))}, {optional})",
         "operands": gradients[0].operands.names,
-        "variants": [{**_describe_variant(variant), "order": "any" if variant.sum_rows else "fixed",
-                      "workspace_bytes": _workspace(workload, variant.sum_rows),
+        "variants": [{**_describe_variant(variant), "order": "any" if variant.sum_rows and not variant.turns else "fixed",
+                      "workspace_bytes": _workspace(workload, variant.sum_rows, variant.turns),
                       "operands": {name: {"family": variant.operands.family.NAME, "plan": asdict(variant.operands.plan),
                                           "workspace_bytes": variant.operands.workspace_bytes(workload, name)}
                                    for name in variant.operands.names}} for variant in gradients],
     }
 
 
-def _workspace(workload, sum_rows):
-    """Bytes that a call allocates: for delta, and for sums of dQ in tiles of so many rows (te_defs.fused_backward.sum_tiles)."""
+def _workspace(workload, sum_rows, turns):
+    """Bytes that a call allocates: for delta, and for sums of dQ in tiles of so many rows (te_defs.fused_backward.sum_tiles), where there
+    are `turns` with a number for each."""
     packed = workload.lengths == "packed"
     tiles = f"(queries // {sum_rows} + sequences)" if packed else f"max((queries + {sum_rows - 1}) // {sum_rows}, 1)"
-    rows = f"(queries + {tiles} * {sum_rows * workload.head_dim})" if sum_rows else "queries"
+    rows = f"(queries + {tiles} * {sum_rows * workload.head_dim + turns})" if sum_rows else "queries"
     return f"4 * {rows} * heads" + " * batch" * (not packed)
 
 

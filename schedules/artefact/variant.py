@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import tvm
 
 from schedules.arch import cuda_arch
-from schedules.backward import Operands, adds
+from schedules.backward import Operands, adds, takes_turns
 from schedules.build import runtime_module
 from schedules.plan import Calls, Plan
 
@@ -32,7 +32,8 @@ class Variant:
     max_elements  most elements that a tensor may reach over, from its first to its last in memory, below 2^60
     alignment     bytes that the data of tensors must start on a multiple of, and on a GPU every row
     serves        Calls that it is for; others are left to a later variant
-    sum_rows      of gradients, rows of a tile of the float32 memory in which dQ is added up, in any order; 0: it is not
+    sum_rows      of gradients, rows of a tile of the float32 memory in which dQ is added up; 0: it is not
+    turns         whether beside the sums stands whose turn it is to add, so that their order is fixed
     whole_rows    whether sequences inside tensors are found by the number of a row: with key lengths, batch entries of k and v must then be
                   whole rows apart
     operands      of gradients, the tensors behind the scale that have some, too
@@ -51,6 +52,7 @@ class Variant:
     portable: bool = True
     whole_rows: bool = False
     sum_rows: int = 0
+    turns: bool = False
     operands: Operands = Operands()
 
     @property
@@ -79,4 +81,4 @@ def variant_of(module, family, arch, plan, kernels=(), measured=None, serves=Cal
 def gradient_variant(module, family, arch, plans, strided, operands=Operands(), **fields):
     """The same of plans of the backward pass, with these Operands; further arguments are those of `variant_of`."""
     variant = variant_of(module, family, arch, plans, serves=Calls(strided=strided), **fields)
-    return replace(variant, sum_rows=plans.q_tile if adds(family) else 0, operands=operands)
+    return replace(variant, sum_rows=plans.q_tile if adds(family) else 0, turns=takes_turns(family), operands=operands)

@@ -1,5 +1,6 @@
 """What the functions of te_defs/flash_attention_backward.py are made of, for families that schedule all by the same stages."""
 from dataclasses import dataclass, replace
+from functools import partial
 
 from schedules.families.mma_turns import fetched
 from schedules.outputs import only
@@ -99,6 +100,10 @@ APART = {"dk": _alone("dK", "dV", "P_cast"), "dv": _alone("dV", "dK", "dP", "dS"
 FUSED = replace(DK_DV, declare=attention_dk_dv_dq, statements=(
     *DK_DV.statements[:-2], "dS_cast_shared.dyn", "dQ_init", "dQ_part", "dQ_part_warp", "dQ_part_warp_shared.dyn", "dQ_sum",
     *DK_DV.statements[-2:]))
+
+#: The same where tiles of keys add to dQ one after the other.
+ORDERED = replace(FUSED, declare=partial(attention_dk_dv_dq, in_order=True), statements=tuple(
+    name for it in FUSED.statements for name in (("dQ_ahead", it, "dQ_turn") if it == "dQ_sum" else (it,))))
 
 #: The same by mma.sync, with dQ's product among the others. Where P and dS are handed over by shared memory, two warps share the scores of
 #: the same keys.

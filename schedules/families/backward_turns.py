@@ -6,7 +6,7 @@ what an order decides; which registers, too: a matrix has some from the issue of
 In the orders of ACROSS a turn is cut in two, and its second part runs beside the first of the next turn (a software pipeline of two
 stages). Tensor cores then have work while exponentials are computed, while dS is made and while warpgroups meet.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from schedules.intrinsics import events
 
@@ -63,8 +63,17 @@ ACROSS = {
     "fused": Turn((*_KEYS, "dS_cast_shared.dyn", "dK_init", "dK_acc_new", "dQ_init", "dQ_part", "dK_acc", "dV_acc", *_ADDED),
                   {"S_warp": (), "dP_warp": (), "dK_acc": (events.Q,), "dV_acc": (events.DO,), "dQ_part_warp": ()}),
 }
+
+
+def _with_ordered(orders):
+    """The same, and for additions one after the other what stands around them."""
+    it = orders["fused"]
+    return orders | {"ordered": replace(it, order=tuple(
+        name for inner in it.order for name in (("dQ_ahead", inner, "dQ_turn") if inner == "dQ_sum" else (inner,))))}
+
+
 #: By the plan's `across`.
-ORDERS = (APART, ACROSS, ACROSS)
+ORDERS = tuple(map(_with_ordered, (APART, ACROSS, ACROSS)))
 
 
 def turn_of(role, plan):

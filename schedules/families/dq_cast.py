@@ -64,8 +64,11 @@ def give_zeros_lanes(sch, channels):
     return sch.split(sch.fuse(*loops, c), factors=[None, THREADS])
 
 
-def zeros(workload, plan):
-    """A fresh Schedule of the function that sets the sums to zero."""
-    sch = s_tir.Schedule(tvm.IRModule({"main": attention_dq_zeros(workload, plan.q_tile).with_attr(WIDE_OFFSETS, True)}), debug_mask=0)
+def zeros(workload, plan, in_order=False):
+    """A fresh Schedule of the function that sets the sums to zero; where they are made `in_order`, whose turn it is, too."""
+    func = attention_dq_zeros(workload, plan.q_tile, in_order).with_attr(WIDE_OFFSETS, True)
+    sch = s_tir.Schedule(tvm.IRModule({"main": func}), debug_mask=0)
     bind_threads(sch, *give_zeros_lanes(sch, workload.head_dim))
+    if in_order:
+        bind_threads(sch, *sch.split(sch.fuse(*loops_of(sch, "dQ_turns")), factors=[None, THREADS]))
     return sch

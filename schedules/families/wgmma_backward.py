@@ -78,7 +78,7 @@ PLAN = WgmmaBackwardPlan
 #: Registers of a loader that asks for each line of a tile by itself (read off compiled kernels).
 BUSY_LOADER_REGISTERS = 40
 #: The last is one that wgmma_fused_backward schedules, by the stages here and its own.
-ROLES = {**backward_roles.ROLES, **backward_roles.APART, "fused": backward_roles.FUSED}
+ROLES = {**backward_roles.ROLES, **backward_roles.APART, "fused": backward_roles.FUSED, "ordered": backward_roles.ORDERED}
 #: What the roles of warps are told of a grid that is not persistent.
 ROLE_KNOBS = {"query_stages": 1, "ping_pong": 0, "order_of_work": 0, "shared_decode": 0}
 #: Most channels at which the sums of dK and dV fit in registers together.

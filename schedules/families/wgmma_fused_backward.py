@@ -19,7 +19,7 @@ from tvm.s_tir import TensorIntrin
 
 from schedules import roles
 from schedules.families import wgmma_backward
-from schedules.families.backward_turns import ORDERS, turn_of
+from schedules.families.backward_turns import turn_of
 from schedules.families.wgmma_backward import (  # noqa: F401, the same here
     CONFIG, PIPELINE, PLAN, STRIDED, WHOLE_ROWS, WgmmaBackwardPlan, ring_of, role_of, structure_of)
 from schedules.intrinsics import events, wgmma_exchange
@@ -65,7 +65,7 @@ def default_plan(workload, arch):
 def tile_choices(workload, arch):
     """Plans of all structures that fit; each is a search task of its own."""
     seed = default_plan(workload, arch)
-    plans = (seed.but(q_tile=q_tile, kv_tile=kv_tile, across=across) for across in range(len(ORDERS))
+    plans = (seed.but(q_tile=q_tile, kv_tile=kv_tile, across=across) for across in (0, 1)
              for q_tile, kv_tile in ((64, 128), (128, 128), (64, 192), (64, 64), (192, 192)))
     return fitting(plans, budget, workload, arch)
 
@@ -89,7 +89,8 @@ def budget(workload, arch, plan):
             "choose 64, or as many as key rows")
     copies = 1 + (plan.across > 0)
     handed = rings.MET_COPIES * intrinsics.ELEMENT_BYTES * plan.q_tile * plan.kv_tile
-    return wgmma_backward.budget(ROLE, workload, arch, plan, handed + copies * SUM_BYTES * plan.q_tile * workload.head_dim + rings.barrier_bytes(0, 0, 0, copies))
+    added = copies * SUM_BYTES * plan.q_tile * workload.head_dim
+    return wgmma_backward.budget(ROLE, workload, arch, plan, handed + added + rings.barrier_bytes(0, 0, 0, copies))
 
 
 def compiler_options(plan):
@@ -109,11 +110,11 @@ def intrinsics_of(dtype, plan, channels):
     return {block: (f"wgmma_{ROLE}_{block}_{named}".replace(" ", "_"), *pair) for block, pair in made.items()}
 
 
-def declare(workload, plan):
-    """The plain function at the plan's tile; makes the intrinsics known that it will need."""
+def declare(workload, plan, role=ROLE):
+    """The plain function of a role at the plan's tile; makes the intrinsics known that it will need."""
     for intrinsic in intrinsics_of(workload.dtype, plan, workload.head_dim).values():
         TensorIntrin.register(*intrinsic, override=True)
-    return wgmma_backward.declare(ROLE, workload, plan)
+    return wgmma_backward.declare(role, workload, plan)
 
 
 def channels_of(sch):

@@ -75,6 +75,16 @@ def add_up(pointer, to, elements, ring):
     return T.call_extern("int32", PREFIX + "add_up", pointer, to, elements, ring, key_tile())
 
 
+def await_turn(pointer, turn):
+    """Wait until a number in memory says that it is this turn to add up."""
+    return T.call_extern("int32", PREFIX + "await_turn", pointer, turn)
+
+
+def give_turn(pointer, turn):
+    """Once what was added up is in memory, say there that it is another turn."""
+    return T.call_extern("int32", PREFIX + "give_turn", pointer, turn)
+
+
 def wait_scores():
     """Wait until the scores are there, while the product of the tile before may still run."""
     return T.call_extern("int32", PREFIX + "wait_scores", key_tile())

@@ -4,7 +4,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from schedules.intrinsics.wgmma import GROUP_WARPS
-from schedules.lowering import work_tiles
+from schedules.lowering import ordered_sums, work_tiles
 from schedules.lowering.register_shares import GROUP
 from schedules.lowering.rewrite import once
 
@@ -61,14 +61,24 @@ class Exchange:
         in this turn's copy, but that it is there is told by the barrier of the next one's."""
         copy, _phase = self.rings.turn(int(ring), done, tiles, key_tile)
         told, phase = self.rings.turn(int(ring), done, tiles, key_tile + int(self.defers))
-        bounds, element = [], to.args[0]
-        to = tirx.address_of(tirx.BufferLoad(element.source, [_without_bounds(element.indices[0], bounds)]))
+        bounds = []
+        to = _place(to, bounds)
         bytes_ = tirx.Cast("uint32", elements * (self.warps * FLOAT_BYTES))
         place = T.cuda.cvta_generic_to_shared(pointer) + tirx.Cast("uint32", copy * self.rings.tile_bytes[int(ring)])
         calls = (self._wait(ring, told, 0, phase),
                  T.ptx["cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"](to, place, bytes_),
                  T.ptx.cp.async_.bulk.commit_group(), T.ptx.cp.async_.bulk.wait_group.read(0))
         return [*bounds, *map(tirx.Evaluate, calls), self.arrive(ring, copy, None)]
+
+    def await_turn(self, done, tiles, pointer, turn):
+        bounds = []
+        place = _place(pointer, bounds)
+        return [*bounds, ordered_sums.await_turn(place, turn)]
+
+    def give_turn(self, done, tiles, pointer, turn):
+        bounds = []
+        place = _place(pointer, bounds)
+        return [*bounds, ordered_sums.give_turn(place, turn)]
 
     def first_set_down(self):
         """Statements of the adder for what the first of turns that defer hands over: nothing."""
@@ -81,6 +91,12 @@ class Exchange:
 
 def _number(value, dtype="int32"):
     return tirx.const(value, dtype)
+
+
+def _place(pointer, bounds):
+    """An address in memory with its index `_without_bounds`."""
+    element = pointer.args[0]
+    return tirx.address_of(tirx.BufferLoad(element.source, [_without_bounds(element.indices[0], bounds)]))
 
 
 def _without_bounds(index, bounds):

@@ -123,6 +123,8 @@ def _sequence(stmts):
 
 
 LOADER, TELLER, ADDER, CONSUMER = "loader", "teller", "adder", "consumer"
+#: Whose events are whose; the others are the consumers'.
+OF_ONE_ROLE = {"bulk_load": LOADER, "tell": TELLER, "await_turn": ADDER, "give_turn": ADDER}
 
 
 class _Roles(Turns, Exchange):
@@ -267,7 +269,7 @@ class _Roles(Turns, Exchange):
             return _sequence(map(_evaluate, waits)) if waits else None
         if role == ADDER and name == "add_up":
             return _sequence(self.added_up(done, tiles, *substitute(stmt.value, {self.thread_warp: _number(0)}).args[1:]))
-        if role != {"bulk_load": LOADER, "tell": TELLER}.get(name, CONSUMER):
+        if role != OF_ONE_ROLE.get(name, CONSUMER):
             return None
         return self.expand(stmt, name, done, tiles)
 

@@ -8,6 +8,7 @@ from tvm import tirx
 from schedules.lowering import masked_tiles, pass_lists, rewrite
 from schedules.lowering.bulk_loads import lower_bulk_loads
 from schedules.lowering.mask_bits import mask_bits
+from schedules.lowering.ordered_sums import take_turns_at_sums
 from schedules.lowering.polynomial_exp2 import share_exponentials
 from schedules.lowering.products_in_flight import count_products, hold_probabilities
 from schedules.lowering.row_statistics import tell_statistics
@@ -22,6 +23,7 @@ pass_lists.register("flashtir_wgmma", [
     expand_overlap(),
     read_roles(),
     tell_statistics(),
+    take_turns_at_sums(),
     lower_bulk_loads(),
     *pass_lists.blocks_to_loops(),
     *pass_lists.flatten(),

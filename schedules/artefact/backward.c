@@ -68,7 +68,8 @@ static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVM
   if (queries && (dlse->type_index == kTVMFFINone ? invoke(self, call, DELTA, of_delta, 3, 0, result)
                                                   : invoke(self, call, DELTA_THROUGH_LSE, through_lse, 4, 0, result)))
     return -1;
-  if (queries && adds && invoke(self, call, ZEROS, zeros, turn ? 2 : 1, 0, result)) return -1;
+  /* Keys without queries take their turn at a tile that nobody reads. */
+  if ((queries || (keys && turn)) && adds && invoke(self, call, ZEROS, zeros, turn ? 2 : 1, 0, result)) return -1;
   if (keys && apart && invoke(self, call, GRADIENTS_OF_VALUES, of_values, 7, BEHIND, result)) return -1;
   if (keys && invoke(self, call, GRADIENTS_OF_KEYS, turn ? in_turn : adds ? of_all : of_keys, turn ? 10 : adds ? 9 : apart ? 7 : 8, BEHIND,
                      result))

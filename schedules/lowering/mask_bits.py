@@ -15,6 +15,8 @@ from tvm.sym import Analyzer
 from schedules.lowering import masked_tiles, rewrite
 
 WORD = 32
+#: Name of the variables that hold the words of a row.
+SEEN = "seen"
 _ALL, _NONE = (tirx.const(bits, "uint32") for bits in (2**WORD - 1, 0))
 #: Fewer columns are not worth their words.
 LEAST_COLUMNS = 8
@@ -42,7 +44,7 @@ class _Columns:
         return tirx.truncdiv(end, self.step) * self.side + tirx.min(tirx.truncmod(end, self.step), self.side)
 
 
-def _nest(loop):
+def nest_of(loop):
     """(loops, store) of a perfect nest of unrolled loops around the choice between a value and a constant; else None."""
     loops = []
     while isinstance(loop, tirx.For) and loop.kind == tirx.ForKind.UNROLLED:
@@ -67,21 +69,21 @@ def _margin(comparison):
     return masked_tiles.NOT_NEGATIVE[type(comparison).__name__](comparison.a, comparison.b)
 
 
-def _slope(expr, var):
+def slope(expr, var):
     """By how much an expression grows with a variable; None where it is not linear in it."""
     ana = Analyzer()
     at_zero, at_one = (rewrite.substitute(expr, {var: tirx.IntImm("int32", value)}) for value in (0, 1))
-    slope = ana.simplify(at_one - at_zero)
-    if not isinstance(slope, tirx.IntImm):
+    growth = ana.simplify(at_one - at_zero)
+    if not isinstance(growth, tirx.IntImm):
         return None
-    rest = ana.simplify(expr - at_zero - slope * var)
-    return int(slope) if isinstance(rest, tirx.IntImm) and int(rest) == 0 else None
+    rest = ana.simplify(expr - at_zero - growth * var)
+    return int(growth) if isinstance(rest, tirx.IntImm) and int(rest) == 0 else None
 
 
 def _columns(loops, comparisons):
     """(loops over columns, _Columns): the loops that move all comparisons the way the innermost one does, if it moves them by one or not
     at all; None where these make no blocks."""
-    slopes = [[_slope(_margin(comparison), loop.loop_var) for loop in loops] for comparison in comparisons]
+    slopes = [[slope(_margin(comparison), loop.loop_var) for loop in loops] for comparison in comparisons]
     moved = [row for row in slopes if row[-1] != 0]
     if not moved or any(row[-1] not in (1, -1) for row in moved):
         return None
@@ -108,13 +110,13 @@ def _word(condition, place, columns, column_vars):
         combine = tirx.bitwise_and if isinstance(condition, tirx.And) else tirx.bitwise_or
         return combine(*(_word(part, place, columns, column_vars) for part in (condition.a, condition.b)))
     ana, margin = Analyzer(), _margin(condition)
-    slope = _slope(margin, column_vars[-1])
+    growth = slope(margin, column_vars[-1])
     at_first = ana.simplify(rewrite.substitute(margin, {var: tirx.IntImm("int32", 0) for var in column_vars}))
-    if slope == 0:
+    if growth == 0:
         return tirx.Select(at_first >= 0, _ALL, _NONE)
-    end = ana.simplify(at_first + 1 if slope < 0 else 0 - at_first)
+    end = ana.simplify(at_first + 1 if growth < 0 else 0 - at_first)
     ones = _ones(columns.before(end) - place)
-    return ones if slope < 0 else tirx.bitwise_not(ones)
+    return ones if growth < 0 else tirx.bitwise_not(ones)
 
 
 def _by_bits(loops, store, over, columns):
@@ -127,7 +129,7 @@ def _by_bits(loops, store, over, columns):
         row = {loop.loop_var: tirx.IntImm("int32", at) for loop, at in zip(rows, point)}
         held = []
         for first in range(0, columns.number, WORD):
-            held.append(tirx.Var("seen", "uint32"))
+            held.append(tirx.Var(SEEN, "uint32"))
             stmts.append(tirx.Bind(held[-1], _word(rewrite.substitute(condition, row), first, columns, column_vars)))
         word = functools.reduce(lambda others, n: tirx.Select(place < n * WORD, others, held[n]), range(1, len(held)), held[0])
         bit = tirx.bitwise_and(word, tirx.shift_left(tirx.const(1, "uint32"), (place % WORD).astype("uint32")))
@@ -144,7 +146,7 @@ def mask_bits(func):
     """Replace the comparisons of masks in unrolled nests; to run when lanes have their registers, before divisions are hoisted. A nest of
     another form stays as it is."""
     def replace(loop):
-        nest = _nest(loop)
+        nest = nest_of(loop)
         comparisons = nest and _comparisons(nest[1].value.args[0])
         found = comparisons and _columns(nest[0], comparisons)
         return _by_bits(*nest, *found) if found else loop

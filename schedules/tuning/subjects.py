@@ -185,8 +185,8 @@ class BackwardPass:
 
 
 def _judge(mismatch, tolerances):
-    """A Case's judge from a function (outputs, bounds) and one that tells the bounds, without or with the yardstick, which takes most of the
-    time and can but allow more."""
+    """A Case's judge from a function (outputs, bounds) and one that tells the bounds, without or with the yardstick, which takes most of
+    the time and can but allow more."""
     bounds = functools.cache(tolerances)
 
     def judge(found):

@@ -27,10 +27,11 @@ _NAME = re.compile(rf"(fwd|bwd)(.*?)(\+{backward.ANY_ORDER})?")
 class ForwardPass:
     """Attention of a workload, by any family.
 
-    function  name of what is called; TWIN: the same for scales below zero
-    same_bits whether two runs give the same bits
-    many_tiles what a would-be winner must pass besides the gate's cases: several tiles of work for every block of a persistent grid, so
-              many that a causal mask's order of work deals in pairs too
+    order       of gradients, None here
+    function    name of what is called; twin: of what is called for scales below zero
+    same_bits   whether two runs must give the same bits
+    many_tiles  what a would-be winner must pass besides the gate's cases: several tiles of work for every block of a persistent grid, so
+                many that a causal mask's order of work deals in pairs too
     """
 
     workload: Workload

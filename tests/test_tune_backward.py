@@ -14,10 +14,11 @@ from schedules import backward
 from schedules.arch import cpu_arch, cuda_arch
 from schedules.artefact.export import read_manifest
 from schedules.backward_parts import parts_of, plans_of
-from schedules.families import cpu_backward, mma_backward, simt_backward, wgmma_backward
+from schedules.families import cpu_backward, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward
 from schedules.space import decisions
 from schedules.tuning import gate, log, results
 from schedules.tuning.build_worker import Built
+from schedules.tuning.last_round import Winner
 from schedules.tuning.search import Host, Limits, TuneError
 from schedules.tuning.several import Sessions, session_of
 from schedules.tuning.subjects import BackwardPass, ForwardPass, subject_named
@@ -122,7 +123,8 @@ class TestGate:
 
 def seconds_of(plans):
     """A made-up time of a whole gradient: small tiles are fast, and two vectors best; default plans are not the best."""
-    return 1e-6 * sum((plan.q_tile + plan.kv_tile) * (1 + abs(plan.panel_vectors - 2)) for plan in plans.by_role().values())
+    apart = plans.by_role().values() if hasattr(plans, "by_role") else [plans]
+    return 1e-6 * sum((plan.q_tile + plan.kv_tile) * (1 + abs(getattr(plan, "panel_vectors", 2) - 2)) for plan in apart)
 
 
 class Builder:
@@ -160,11 +162,11 @@ class Runner:
     """Measures by `seconds_of`; in the last round, which is not through in time where it is `late`, the default plans are best where these
     are `upset`."""
 
-    def __init__(self, upset=False, late=False, refuse=lambda plans: False):
-        self.upset, self.late, self.refuse, self.best_seconds, self.duels = upset, late, refuse, None, []
+    def __init__(self, upset=False, late=False, refuse=lambda plans: False, family=cpu_backward):
+        self.upset, self.late, self.refuse, self.family, self.best_seconds, self.duels = upset, late, refuse, family, None, []
 
     def of(self, path):
-        return plans_of(cpu_backward, WORKLOAD, json.loads(path))
+        return plans_of(self.family, WORKLOAD, json.loads(path))
 
     def run(self, inputs):
         plans = self.of(str(inputs[0].artifact_path))
@@ -240,14 +242,29 @@ class TestSessions:
         with pytest.raises(TuneError, match=f"no plan of {NAME} has passed so far, found wrong"):
             sessions(Runner(refuse=lambda plans: True)).run(Limits(trials=4))
 
-    def test_plans_of_two_families_never_meet(self):
+    def test_one_function_with_a_plan_is_searched_alike(self):
+        subject = BackwardPass(Workload(64, 64), backward.ANY_ORDER)
+        host, runner = Host(lambda: 0.0, lambda: False, lambda progress: None, lambda: None), Runner(family=wgmma_fused_backward)
+        made = session_of(subject, subject.parts((wgmma_fused_backward,), HOPPER), None, SHAPE, Builder(), runner, host, {}, {})
+        winner = made.run(Limits(trials=8))
+        assert made.tried == 8 and winner.measured == "duel" and made.default in winner.scores
+        assert (winner.key[1].q_tile, winner.key[1].kv_tile) == (64, 64) and winner.seconds < winner.scores[made.default].seconds
+        (space, plans), = made.kept(winner)
+        assert plans[0] == (winner.seconds, winner.key[1]) and space.owns(*winner.key)
+
+    @pytest.mark.parametrize("family, other", [(wgmma_backward, mma_backward), (wgmma_backward, wgmma_fused_backward),
+                                               (wgmma_fused_backward, wgmma_backward)], ids=lambda it: it.NAME)
+    def test_plans_of_two_families_meet_in_the_last_round_only(self, family, other, monkeypatch):
+        monkeypatch.setitem(backward.FAMILIES, backward.IN_ORDER, (wgmma_fused_backward, wgmma_backward, mma_backward))
         gpu = Workload(64, 64, "float16")
         subject = BackwardPass(gpu)
-        champion = "mma_backward", backward.default_plans(mma_backward, gpu, HOPPER)
+        champion = other.NAME, backward.default_plans(other, gpu, HOPPER)
         host = Host(lambda: 0.0, lambda: False, lambda progress: None, lambda: None)
-        made = session_of(subject, subject.parts((wgmma_backward,), HOPPER), champion, SHAPE, Builder(), Runner(), host, {}, {})
-        assert all(space.family.family is wgmma_backward for session in made.sessions.values() for space in session.spaces)
-        assert [space.family.NAME for space, _ in made._finalists().values()] == ["wgmma_backward", "mma_backward"]
+        made = session_of(subject, subject.parts((family,), HOPPER), champion, SHAPE, Builder(), Runner(), host, {}, {})
+        assert all(space.family.family is family for session in made.sessions.values() for space in session.spaces)
+        assert [space.family.NAME for space, _ in made._finalists().values()] == [family.NAME, other.NAME]
+        kept = made.kept(Winner("duel", ((1e-3, champion),), log.Outcome(1e-3), {}))
+        assert [(space.family.NAME, plans[0][1]) for space, plans in kept] == list(subject.split(champion).values())
 
 
 class TestCommand:

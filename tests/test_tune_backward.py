@@ -277,7 +277,8 @@ class TestCommand:
 
     @pytest.mark.parametrize("arguments, code, message", [
         (("--backward", "any-order"), cli.FAILED, "a schedule for the gradients of fwd_d16_dv8_f32_causal, any-order, on"),
-        (("--backward", "--family", "cpu"), cli.USAGE, "--family is one of wgmma_backward, mma_backward, simt_backward, cpu_backward, f"),
+        (("--backward", "--family", "cpu"), cli.USAGE,
+         f"--family is one of {', '.join(it.NAME for it in backward.FAMILIES[backward.IN_ORDER])}, found 'cpu': choose one of these"),
         (("--backward", "--family", "simt_backward"), cli.FAILED, f"simt_backward does not take {NAME} on "),
         (("--backward", "backwards"), cli.USAGE, "invalid choice: 'backwards'"),
         (("--backward", "--workload", "fwd_d64_dv64_f16_causal+packed"), cli.USAGE, "leave out its +packed")])

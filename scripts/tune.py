@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,6 @@ import tvm_ffi
 import xgboost
 
 from schedules.lowering.toolkit import find_toolkit
-from schedules.space import Space
 from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.log import Log, locked
 from schedules.tuning.results import champion_of, conclude
@@ -43,6 +42,8 @@ LENGTH = {"cuda": 4096, "cpu": 1024}
 MINUTES = 3.0
 #: Threads of MetaSchedule's search: beyond these, Python's lock is what they wait for. One on a CPU, which makes draws repeatable.
 SEARCH_THREADS = {"cuda": 8, "cpu": 1}
+#: Seconds that are kept back to write the log, and the largest part of a session that this may be.
+LOG_SECONDS, LOG_SHARE = 3.0, 0.05
 #: Seconds between progress lines, unless there is a new best plan.
 LINE_SECONDS = 5.0
 
@@ -156,11 +157,11 @@ def tune(tools, log, parts, shape):
         if known:
             print(f"{subject.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
         host = Host(time.monotonic, tools.stop, Lines(subject, shape).show, lambda: log.write_measured(known, declarations, shape))
-        session = session_of(subject, with_champion(subject, parts, champion, log.arch), champion, shape, tools.builder, tools.runner, host,
+        session = session_of(subject, parts, champion, shape, tools.builder, tools.runner, host,
                              known, declarations, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
                              alone=tools.device.kind == "cpu")
         try:
-            winner = session.run(tools.limits)
+            winner = session.run(left(tools.limits, time.monotonic() - begun))
         except TuneError:
             if tools.stop():
                 return
@@ -176,15 +177,11 @@ def tune(tools, log, parts, shape):
         print(f"{subject.name}: {gain(winner, session.default)}", flush=True)
 
 
-def with_champion(subject, parts, champion, arch):
-    """The spaces of all parts, with one more for a plan of a champion that is in none: a winner must beat it; it is not searched around."""
-    if champion is None:
-        return parts
-    members, found = subject.members(), dict(parts)
-    for part, (name, plan) in subject.split(champion).items():
-        if part in found and not any(space.owns(name, plan) for space in found[part]):
-            found[part] = (*found[part], Space(members[name], subject.workload, arch, plan, ()))
-    return found
+def left(limits, spent):
+    """Limits without the seconds that are spent, and those that the log takes to be written."""
+    if limits.seconds is None:
+        return limits
+    return replace(limits, seconds=max(limits.seconds - spent - min(LOG_SECONDS, LOG_SHARE * limits.seconds), 0.0))
 
 
 def gain(winner, default):

@@ -1,7 +1,7 @@
 """Plans, budgets, hardware rows and the registry: what fits, what is refused, and in which words."""
 import pytest
 
-from schedules import registry
+from schedules import backward, registry
 from schedules.arch import CUDA_ARCHS, ArchError, CudaArch, arch_of_capability, cpu_arch, cuda_arch
 from schedules.plan import Budget, Plan, PlanError, paper_tile, require
 from te_defs.workload import Workload
@@ -95,3 +95,11 @@ def test_families_keep_the_protocol(family):
         assert hasattr(family, name), name
     assert issubclass(family.PLAN, Plan)
     assert family.BINDS_AT in ("", *(stage.__name__ for stage in family.STAGES))
+
+
+@pytest.mark.parametrize("family", [family for families in backward.FAMILIES.values() for family in families], ids=lambda it: it.NAME)
+def test_families_of_gradients_keep_theirs(family):
+    for name in ("NAME", "PIPELINE", "CONFIG", "STAGES", "STRIDED", "decline", "default_plan", "tile_choices", "knobs", "budget", "declare",
+                 "schedule", "role_of", "compiler_options"):
+        assert hasattr(family, name), name
+    assert issubclass(family.PLAN, Plan) and hasattr(family, "ROLE") == backward.adds(family)

@@ -6,7 +6,9 @@ from tvm import s_tir
 
 from schedules import build
 from schedules.arch import cpu_arch, cuda_arch
-from schedules.families import cpu, mma, simt, simt_te, wgmma
+from schedules.backward_parts import Part
+from schedules.families import (
+    cpu, cpu_backward, mma, mma_backward, mma_fused_backward, simt, simt_backward, simt_te, wgmma, wgmma_backward, wgmma_fused_backward)
 from schedules.plan import PlanError
 from schedules.registry import NoSchedule, takers
 from schedules.space import Space, decisions, draw, schedule_in, spaces_of
@@ -96,18 +98,34 @@ def without_annotations(mod):
     return sch.mod
 
 
+def replayed_from_static(space, plan):
+    """The symbolic form of a space, scheduled by the trace of a plan on the static form."""
+    symbolic = symbolic_form(space)
+    static = schedule_static(static_form(symbolic, space.workload, SHAPE))
+    schedule_in(static, space, plan)
+    replayed = s_tir.Schedule(copy_of(symbolic), debug_mask=0)
+    static.trace.simplified(True).apply_to_schedule(replayed, remove_postproc=True)
+    return without_annotations(replayed.mod)
+
+
+@pytest.mark.parametrize("case", [(Part(cpu_backward, "dk_dv"), *CASES[0][1:]), (Part(wgmma_backward, "dq"), *CASES[1][1:]),
+                                  (Part(wgmma_fused_backward), *CASES[1][1:]), (Part(mma_backward, "dk_dv"), *CASES[2][1:]),
+                                  (Part(mma_fused_backward), *CASES[2][1:]), (Part(simt_backward, "dq"), *CASES[3][1:])], ids=family_id)
+def test_a_static_trace_gives_the_function_of_a_gradient_that_is_built(case):
+    part, workload, arch = case
+    space = spaces_of((part,), workload, arch)[0]
+    plan = space.fitting_plans()[-1]
+    named = () if part.role is None else (part.role,)
+    assert tvm_ffi.structural_equal(replayed_from_static(space, plan), part.family.schedule(*named, workload, plan).mod)
+
+
 @pytest.mark.parametrize("case", CASES, ids=family_id)
 class TestForms:
     def test_a_static_trace_gives_the_symbolic_kernel_that_is_built(self, case):
         family, workload, arch = case
         space = spaces_of((family,), workload, arch)[0]
         plan = space.fitting_plans()[-1]
-        symbolic = symbolic_form(space)
-        static = schedule_static(static_form(symbolic, workload, SHAPE))
-        schedule_in(static, space, plan)
-        replayed = s_tir.Schedule(copy_of(symbolic), debug_mask=0)
-        static.trace.simplified(True).apply_to_schedule(replayed, remove_postproc=True)
-        assert tvm_ffi.structural_equal(without_annotations(replayed.mod), build.schedule(family, workload, plan, strided=False).mod)
+        assert tvm_ffi.structural_equal(replayed_from_static(space, plan), build.schedule(family, workload, plan, strided=False).mod)
 
     def test_scheduling_does_not_change_the_static_form(self, case):
         family, workload, arch = case

@@ -136,8 +136,8 @@ class TestWorkers:
     @pytest.mark.parametrize("at_load, message", [
         ("abort();", "the kernel crashes"), ("sleep(60);", "not measured within 3 s"), (";", f"Module has no function '{build.KERNEL}'")])
     def test_a_kernel_that_crashes_or_hangs_does_not_stop_the_next(self, builder, device_runner, tmp_path, monkeypatch, at_load, message):
-        for limit in ("TIMEOUT", "LATER"):
-            monkeypatch.setattr(runner, limit, 3)
+        monkeypatch.setattr(runner, "TIMEOUT", 3)
+        monkeypatch.setitem(runner.LATER, "cpu", 3)
         source, library = tmp_path / "bad.c", tmp_path / "bad.so"
         source.write_text(f"#include <stdlib.h>\n#include <unistd.h>\n__attribute__((constructor)) static void load() {{ {at_load} }}\n")
         run_c_compiler(["-x", "c", "-shared", "-fPIC", str(source), "-o", str(library)])
@@ -218,6 +218,17 @@ class TestSession:
         made = session(clock=Clock())
         made.run(Limits(seconds=20))
         assert 4 <= made.tried < 14
+
+    @pytest.mark.parametrize("seconds", [20, 70, 200])
+    def test_it_ends_in_time(self, seconds):
+        clock = Clock()
+        session(clock=clock).run(Limits(seconds=seconds))
+        assert clock.now <= seconds + 2
+
+    def test_a_duel_that_comes_too_late_leaves_the_search_to_decide(self):
+        made = session(runner=FakeRunner(late=True))
+        assert made.run(Limits(trials=6)).measured == "search"
+        assert made.refused == 2, "nobody is refused for it"
 
     def test_the_duel_decides_and_the_champion_takes_part(self):
         worst = spaces()[0].seed.but(lanes=4, spare=0)

@@ -1,5 +1,7 @@
 """Tuning: MetaSchedule draws plans, workers build them and prove them right before they are timed, the log keeps what was found.
 
-Main process: search (the loop), task (MetaSchedule's view of one space), features, builder, runner, log and records (files).
+What is tuned is a subject: the forward pass of a workload, or its gradients (subjects).
+Main process: search (the loop), several (one loop after the other, for gradients), last_round, task (MetaSchedule's view of one space),
+features, builder, runner, log and records (files).
 Worker processes, started by builder and runner: build_worker, run_worker with gate.
 """

@@ -18,13 +18,12 @@ def sizes_of(func, workload, shape):
     """{parameter: its sizes at a shape} of the tensors in front of the scale; a gradient has the size of what it is of."""
     sizes = dict(zip(("Q", "K", "V", "O", "LSE"), shape.tensors(workload)))
     sizes |= {f"d{name}": size for name, size in sizes.items()} | {"delta": sizes["LSE"]}
-    tensors = {}
-    for param in itertools.takewhile(lambda param: param.name != "scale", func.params):
-        if param.name == "dQ_sum":  # in tiles of so many rows
-            rows, channels = map(int, param.shape[3:])
-            sizes["dQ_sum"] = shape.batch, shape.q_heads, sum_tiles(shape.q_len, rows), rows, channels
-        tensors[param] = sizes[param.name]
-    return tensors
+    tensors = list(itertools.takewhile(lambda param: param.name != "scale", func.params))
+    for sums in (param for param in tensors if param.name == "dQ_sum"):  # in tiles of so many rows
+        rows, channels = map(int, sums.shape[3:])
+        tiles = shape.batch, shape.q_heads, sum_tiles(shape.q_len, rows)
+        sizes |= {"dQ_sum": (*tiles, rows, channels), "dQ_turns": tiles}
+    return {param: sizes[param.name] for param in tensors}
 
 
 def static_form(symbolic, workload, shape):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from schedules.tuning.log import Outcome
 
 #: Seconds that are kept back for it, and the largest part of a session that this may be.
-DUEL_SECONDS, DUEL_SHARE = 22.0, 0.3
+DUEL_SECONDS, DUEL_SHARE = 25.0, 0.35
 #: Of these, what the search may still take to measure what it has built, and what building may take of the round.
 SEARCH_PART, BUILD_PART = 0.3, 0.5
 #: Seconds between looks at the clock while builds are waited for.

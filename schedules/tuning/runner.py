@@ -7,8 +7,10 @@ from tvm.support.popen_pool import PopenWorker
 
 from schedules.tuning import run_worker
 
-#: Seconds that gate and timing of one kernel may take, inputs included; for a duel, of each kernel in it; and with inputs at hand.
-TIMEOUT, LATER = 60, 20
+#: Seconds that gate and timing of one kernel may take, inputs included; for a duel, of each kernel in it.
+TIMEOUT = 60
+#: With inputs at hand: a kernel that hangs on a GPU shall not take a session's time.
+LATER = {"cuda": 10, "cpu": TIMEOUT}
 DUEL_ROUNDS = 7
 
 
@@ -32,7 +34,7 @@ class GatedRunner(ms.runner.PyRunner):
         return [self._measure(str(entry.artifact_path)) for entry in runner_inputs]
 
     def _measure(self, path):
-        timeout, self._settled = (LATER if self._settled == self.setting else TIMEOUT), self.setting
+        timeout, self._settled = (LATER[self.setting.kind] if self._settled == self.setting else TIMEOUT), self.setting
         try:
             found = self._ask(timeout, run_worker.measure, path, self.setting, self.best_seconds)
         except TimeoutError:

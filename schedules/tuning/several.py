@@ -1,5 +1,5 @@
-"""The tuning of gradients whose functions have a plan each: a search for one function after the other, then the last round among whole
-gradients, in which plans stand together that were found apart."""
+"""The tuning of gradients: a search for one function with a plan after the other, then the last round among whole gradients, in which plans
+stand together that were found apart, and those of another family may win."""
 import itertools
 from dataclasses import replace
 
@@ -7,9 +7,9 @@ from schedules.backward import default_plans
 from schedules.backward_parts import Part
 from schedules.space import Space
 from schedules.tuning.last_round import Times, Winner, last_round, ranked
-from schedules.tuning.search import Session
+from schedules.tuning.search import FINALISTS, Session
 
-#: Plans of each function that meet in the last round: the fastest by the search's measurements.
+#: Of several functions, plans of each that meet in the last round: the fastest by the search's measurements.
 BEST = 2
 
 
@@ -18,7 +18,7 @@ class Sessions:
 
     subject   schedules.tuning.subjects.BackwardPass
     whole     schedules.space.Space of all functions together, whose seed are the default plans
-    sessions  {role: Session}; they share what is known
+    sessions  {role: Session}, {None: Session} where a family has one function with a plan; they share what is known
     champion  key of the best plans of earlier sessions; None where there is none
     """
 
@@ -59,21 +59,30 @@ class Sessions:
         searched = [role for role, session in self.sessions.items() if session.ranking()] or [next(iter(self.sessions))]
         found = [(*self.sessions[role].leader().ranking[0], role) for role in searched]
         seconds, (_, plan), role = min(found, key=lambda it: it[0])
-        key = self.whole.family.NAME, self.whole.seed.but(**{role: plan})
+        key = self.whole.family.NAME, self._together({role: plan})
         return Winner("search", ((seconds, key),), self.sessions[role].leader().outcome, {})
 
+    def _together(self, plans):
+        """Plans of whole gradients: the default plans with some {role: plan}."""
+        return plans[None] if None in plans else self.whole.seed.but(**plans)
+
     def _finalists(self):
-        """Keys of the default plans, the champion, and the best of each function with the best of the others."""
-        best = [[(role, key[1]) for key in session.ranking()[:BEST]] or [(role, self.whole.seed.by_role()[role])]
-                for role, session in self.sessions.items()]
-        plans = [self.whole.seed.but(**dict(chosen)) for chosen in itertools.product(*best)]
-        name = self.whole.family.NAME
-        return dict.fromkeys(((name, self.whole.seed), *([self.champion] if self.champion else []), *((name, it) for it in plans)))
+        """{key: (space, plans)} of the default plans, the champion, and the best of each function with the best of the others."""
+        count = BEST if len(self.sessions) > 1 else FINALISTS
+        best = [[(role, key[1]) for key in (session.ranking() or [session.default])[:count]] for role, session in self.sessions.items()]
+        plans = [self._together(dict(chosen)) for chosen in itertools.product(*best)]
+        keys = [self.default, *([self.champion] if self.champion else []), *((self.whole.family.NAME, it) for it in plans)]
+        return {(name, it): (self.whole if name == self.whole.family.NAME else self._alone(Part(self.subject.families()[name]), it), it)
+                for name, it in keys}
+
+    def _alone(self, member, plan):
+        """The space of one plan."""
+        return Space(member, self.whole.workload, self.whole.arch, plan, ())
 
     def _duel(self, times):
         """Winner among whole gradients; None where a stop came first, or the end of the time, or none passes."""
         self.leader()  # TuneError where nothing has passed
-        found = last_round({key: (self.whole, key[1]) for key in self._finalists()}, self.builder, self.runner, self.host, self.seed, times)
+        found = last_round(self._finalists(), self.builder, self.runner, self.host, self.seed, times)
         if found is None or not found[0]:
             return None
         ranking = ranked(found[0])
@@ -88,8 +97,10 @@ class Sessions:
 
     def kept(self, winner):
         """As Session.kept: each function's plan of the winner, then what else is best in its space."""
-        kept = []
-        for role, key in self.subject.split(winner.key).items():
+        kept, own = [], self.subject.split(winner.key)
+        if winner.key[0] != self.whole.family.NAME:  # a champion that another family's search has left
+            return [(self._alone(self.subject.members()[name], plan), [(winner.seconds, plan)]) for name, plan in own.values()]
+        for role, key in own.items():
             session = self.sessions[role]
             space = session.space_of(key)
             others = [(session.known[other].seconds, other[1]) for other in session.ranking() if other != key and space.owns(*other)]
@@ -101,18 +112,22 @@ class Sessions:
 
 
 def session_of(subject, parts, champion, shape, builder, runner, host, known, declarations, **options):
-    """The Session of what is tuned, or Sessions where it has several parts.
+    """The Session of what is tuned; for gradients Sessions.
 
     parts     {part: spaces}, as `subject.parts`
-    champion  key of the best plan of earlier sessions; None where there is none
+    champion  key of the best plan of earlier sessions, which a winner must beat; None where there is none
     options   further arguments of Session
     """
-    own = {} if champion is None else subject.split(champion)
-    sessions = {part: Session(subject.name, spaces, shape, builder, runner, host, known, declarations, champion=own.get(part), **options)
-                for part, spaces in parts.items()}
-    if len(sessions) == 1:
-        return next(iter(sessions.values()))
-    first = next(iter(parts.values()))[0]
+    first, own = next(iter(parts.values()))[0], {} if champion is None else subject.split(champion)
+    if subject.order is not None and champion is not None and champion[0] != first.family.family.NAME:
+        own = {}  # functions of two families make no gradient
+    sessions = {}
+    for part, spaces in parts.items():
+        if part in own and not any(space.owns(*own[part]) for space in spaces):  # it is not searched around
+            spaces = (*spaces, Space(subject.members()[own[part][0]], subject.workload, first.arch, own[part][1], ()))
+        sessions[part] = Session(subject.name, spaces, shape, builder, runner, host, known, declarations, champion=own.get(part), **options)
+    if subject.order is None:
+        return sessions[part]
     family = first.family.family
     whole = Space(Part(family), subject.workload, first.arch, default_plans(family, subject.workload, first.arch), ())
     return Sessions(subject, whole, sessions, champion)

@@ -27,10 +27,11 @@ _NAME = re.compile(rf"(fwd|bwd)(.*?)(\+{backward.ANY_ORDER})?")
 class ForwardPass:
     """Attention of a workload, by any family.
 
-    function  name of what is called; TWIN: the same for scales below zero
-    same_bits whether two runs give the same bits
-    many_tiles what a would-be winner must pass besides the gate's cases: several tiles of work for every block of a persistent grid, so
-              many that a causal mask's order of work deals in pairs too
+    order       of gradients, None here
+    function    name of what is called; twin: of what is called for scales below zero
+    same_bits   whether two runs must give the same bits
+    many_tiles  what a would-be winner must pass besides the gate's cases: several tiles of work for every block of a persistent grid, so
+                many that a causal mask's order of work deals in pairs too
     """
 
     workload: Workload
@@ -91,11 +92,11 @@ class ForwardPass:
         """The gate's Case of a shape, on seeded inputs."""
         q, k, v = reference.make_inputs(self.workload, shape, seed)
         answers = reference.forward(self.workload, q, k, v, scale, arguments)
-        bounds = reference.tolerances(self.workload, q, k, v, scale, arguments, answers)
+        judge = _judge(lambda found, bounds: reference.mismatch(*found, *answers, *bounds),
+                       lambda yardstick: reference.tolerances(self.workload, q, k, v, scale, arguments, answers, yardstick=yardstick))
         *_, out, lse = shape.tensors(self.workload)
         return Case(shape, on_device((q, k, v), device), ((out, q.dtype), (lse, np.dtype("float32"))),
-                    (scale, *on_device(arguments, device)), answers[:1], lambda found: reference.mismatch(*found, *answers, *bounds),
-                    negative=scale < 0 and True in signs(self.workload))
+                    (scale, *on_device(arguments, device)), answers[:1], judge, negative=scale < 0 and True in signs(self.workload))
 
     def timed(self, shape, device):
         """Arguments of the call that is timed: seeded inputs, outputs, scale and what follows it."""
@@ -168,16 +169,9 @@ class BackwardPass:
         dout = np.random.default_rng([seed, 1]).standard_normal((*q.shape[:3], v.shape[3]), np.float32).astype(q.dtype)
         given, answers, lse = reference.backward_case(self.workload, dout, q, k, v, scale, arguments)
 
-        @functools.cache
-        def bounds(yardstick):
-            return reference.backward_tolerances(self.workload, dout, q, k, v, answers, scale, arguments, yardstick=yardstick)
-
-        def judge(found):
-            for yardstick in (False, True):  # which takes most of the time, and can but allow more
-                wrong = reference.backward_mismatch(found, answers, bounds(yardstick), lse)
-                if wrong is None:
-                    break
-            return wrong
+        judge = _judge(lambda found, bounds: reference.backward_mismatch(found, answers, bounds, lse),
+                       lambda yardstick: reference.backward_tolerances(self.workload, dout, q, k, v, answers, scale, arguments,
+                                                                       yardstick=yardstick))
         return Case(shape, on_device(given, device), tuple((x.shape, x.dtype) for x in (q, k, v)),
                     (scale, *on_device(arguments, device)), answers, judge)
 
@@ -189,6 +183,16 @@ class BackwardPass:
         lse.copyfrom(np.full(lse.shape, np.log(max(shape.kv_len, 1)) + 0.5, np.float32))
         gradients = (tvm.runtime.empty(x.shape, x.dtype, device) for x in (q, k, v))
         return dout, q, k, v, o, lse, *gradients, *_behind(self.workload, shape, device)
+
+
+def _judge(mismatch, tolerances):
+    """A Case's judge from a function (outputs, bounds) and one that tells the bounds, without or with the yardstick, which takes most of
+    the time and can but allow more."""
+    bounds = functools.cache(tolerances)
+
+    def judge(found):
+        return mismatch(found, bounds(False)) and mismatch(found, bounds(True))
+    return judge
 
 
 def _inputs(workload, shape, device):

@@ -16,7 +16,7 @@ from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, a
 from te_defs.fused_backward import attention_dk_dv_dq, attention_dq_cast, sum_tiles
 from te_defs.naive import naive_backward
 from te_defs.workload import Shape, Workload, make_arguments
-from tests.numbers import QUICK_LLVM
+from tests.numbers import on_llvm
 from tests.stand_in_kernel import named, on_cuda, variant
 
 #: Shapes with a scale each.
@@ -27,7 +27,7 @@ class Naive:
     """The definition, compiled: (dO, Q, K, V, O, LSE, scale, further arguments) -> dQ, dK, dV."""
 
     def __init__(self, workload):
-        self.function = tvm.compile(naive_backward(workload), QUICK_LLVM)
+        self.function = on_llvm(naive_backward(workload))
 
     def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
         gradients = _outputs(q, k, v)
@@ -40,7 +40,7 @@ class Plain:
 
     def __init__(self, workload, q_tile=32, kv_tile=16):
         functions = attention_delta(workload), *(form(workload, q_tile, kv_tile) for form in (attention_dk_dv, attention_dq))
-        self.delta, self.dk_dv, self.dq = (tvm.compile(function, QUICK_LLVM) for function in functions)
+        self.delta, self.dk_dv, self.dq = (on_llvm(function) for function in functions)
 
     def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
         dout, q_, k_, v_, out, lse_ = map(tvm.runtime.tensor, (dout, q, k, v, out, lse))
@@ -59,7 +59,7 @@ class Apart(Plain):
     """The same where dK and dV are computed by a function each."""
 
     def __init__(self, *functions):
-        self.delta, self.dk, self.dv, self.dq = (tvm.compile(function, QUICK_LLVM) for function in functions)
+        self.delta, self.dk, self.dv, self.dq = (on_llvm(function) for function in functions)
 
     def of_keys(self, given, dk, dv, *arguments):
         self.dk(*given, dk, *arguments)
@@ -70,9 +70,8 @@ class Scheduled(Plain):
     """The functions after the first stages of a family, on llvm: the same call. `plans` are those of its roles."""
 
     def __init__(self, family, plans, workload, stages):
-        self.delta = tvm.compile(attention_delta(workload), QUICK_LLVM)
-        self.dq, self.dk_dv = (tvm.compile(family.schedule(role, workload, plans[role], stages).mod, QUICK_LLVM)
-                               for role in ("dq", "dk_dv"))
+        self.delta = on_llvm(attention_delta(workload))
+        self.dq, self.dk_dv = (on_llvm(family.schedule(role, workload, plans[role], stages).mod) for role in ("dq", "dk_dv"))
 
 
 class Fused:
@@ -85,7 +84,7 @@ class Fused:
     def compile(self, workload, q_tile, *functions):
         self.q_tile, self.packed = q_tile, workload.lengths == "packed"
         self.in_order = any(param.name == "dQ_turns" for param in functions[1].params if hasattr(param, "data"))
-        self.delta, self.fused, self.dq_cast = (tvm.compile(function, QUICK_LLVM) for function in functions)
+        self.delta, self.fused, self.dq_cast = (on_llvm(function) for function in functions)
 
     def shape_of_tile(self, channels):
         """Of the sums: they are not scheduled."""

@@ -6,9 +6,8 @@ from scripts import kernels
 from te_defs import reference
 from te_defs.workload import Shape
 
-#: For kernels that run a few times, where most of the time goes into compiling them; on this CPU, since on any x86-64 each conversion of a
-#: 16-bit float would be a call, which makes kernels eight times slower.
-QUICK_LLVM = tvm.target.Target({"kind": "llvm", "opt-level": 0, "mcpu": tvm.target.codegen.llvm_get_system_cpu()})
+#: This CPU, since on any x86-64 each conversion of a 16-bit float would be a call, which makes kernels eight times slower.
+_THIS_CPU = tvm.target.Target({"kind": "llvm", "opt-level": 0, "mcpu": tvm.target.codegen.llvm_get_system_cpu()})
 #: Shapes that break kernels: no tile divides them, more queries than keys, one query, groups, no keys; with a scale factor each.
 RAGGED = {
     "ragged": (Shape(1, 2, 2, 77, 90), 1.0),
@@ -20,6 +19,13 @@ RAGGED = {
     "zero_scale": (Shape(1, 1, 1, 33, 47), 0.0),
     "large_scores": (Shape(1, 1, 1, 64, 96), 300.0),
 }
+
+
+def on_llvm(kernel):
+    """A function or module compiled for this CPU to run a few times: most of the time goes into compiling it, so what only makes kernels
+    faster is left out, of LLVM's passes and of TVM's."""
+    with tvm.transform.PassContext(disabled_pass=["tirx.RemoveNoOp", "tirx.CommonSubexprElim"]):
+        return tvm.compile(kernel, _THIS_CPU)
 
 
 def run(function, workload, inputs, scale, mask=(), device=None, storage="contiguous", lengths=(), whole=False):

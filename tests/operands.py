@@ -10,12 +10,12 @@ from te_defs.flash_attention_backward import attention_delta
 from te_defs.operand_gradients import attention_d_operand, attention_d_sink, attention_fold_parts, dtype_of
 from te_defs.workload import SINK, Workload
 from tests.backward import problem
-from tests.numbers import QUICK_LLVM
+from tests.numbers import on_llvm
 
 
 @functools.cache
 def _delta(dtype, value_dim):
-    return tvm.compile(attention_delta(Workload(value_dim, value_dim, dtype), through_lse=True), QUICK_LLVM)
+    return on_llvm(attention_delta(Workload(value_dim, value_dim, dtype), through_lse=True))
 
 
 class Plain:
@@ -29,7 +29,7 @@ class Plain:
         self.workload, self.name, self.parts = workload, name, parts
         self.number = [argument.name for argument in workload.arguments].index(name)
         self.delta = _delta(workload.dtype, workload.value_dim)
-        self.functions = compiled or [tvm.compile(function, QUICK_LLVM) for function in self.declared(32, 16)]
+        self.functions = compiled or [on_llvm(function) for function in self.declared(32, 16)]
 
     def declared(self, q_tile, kv_tile):
         if self.name == SINK.name:

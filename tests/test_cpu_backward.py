@@ -1,6 +1,5 @@
 """The backward functions on vector units: numbers after the last stage, for vectors of either width that is common."""
 import pytest
-import tvm
 from tvm.target import codegen
 
 from schedules.arch import cpu_arch
@@ -9,7 +8,7 @@ from schedules.plan import PlanError
 from te_defs.flash_attention_backward import attention_delta
 from te_defs.workload import Shape, Workload, make_arguments
 from tests.backward import Plain, alone, verdict
-from tests.numbers import QUICK_LLVM
+from tests.numbers import on_llvm
 
 ARCH = cpu_arch(codegen.llvm_get_system_cpu(), 256, 2)
 WORKLOADS = [Workload(64, 64, "float32", "causal"), Workload(32, 64, "float16", "window"), Workload(40, 72, "bfloat16", "full"),
@@ -22,7 +21,7 @@ class Scheduled(Plain):
     """The functions after all stages, at plans of a CPU."""
 
     def __init__(self, workload, arch):
-        self.delta = tvm.compile(attention_delta(workload), QUICK_LLVM)
+        self.delta = on_llvm(attention_delta(workload))
         self.dq, self.dk_dv = (alone(cpu_backward, role, workload, cpu_backward.default_plan(role, workload, arch), arch)[role]
                                for role in ("dq", "dk_dv"))
 
@@ -48,7 +47,7 @@ def test_after_each_stage(role):
     workload, plain = WORKLOADS[0], Plain(WORKLOADS[0])
     plan, stages = cpu_backward.default_plan(role, workload, ARCH), cpu_backward.STAGES
     for number in (1, 3, 5, 7):
-        setattr(plain, role, tvm.compile(cpu_backward.schedule(role, workload, plan, number).mod, QUICK_LLVM))
+        setattr(plain, role, on_llvm(cpu_backward.schedule(role, workload, plan, number).mod))
         assert verdict(plain, workload, Shape(1, 2, 1, 77, 130), 0.125) is None, stages[number - 1].__name__
 
 

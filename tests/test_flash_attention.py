@@ -8,7 +8,7 @@ from te_defs import reference
 from te_defs.flash_attention import flash_attention_forward
 from te_defs.masks import MASKS
 from te_defs.workload import Shape, Workload
-from tests.numbers import QUICK_LLVM, RAGGED, run, verdict, verdict_on
+from tests.numbers import RAGGED, on_llvm, run, verdict, verdict_on
 
 WORKLOADS = {w.name: w for w in (Workload(32, 32, "float32", "full"), Workload(32, 16, "float16", "causal"),
                                  Workload(16, 32, "bfloat16", "causal"), Workload(64, 64, "float16", "full"),
@@ -24,7 +24,7 @@ def compiled(request):
     def build(workload, negative_scale=False, max_slack=0):
         key = workload, negative_scale, max_slack
         if key not in known:
-            known[key] = tvm.compile(flash_attention_forward(workload, 32, KV_TILE, request.param, negative_scale, max_slack), QUICK_LLVM)
+            known[key] = on_llvm(flash_attention_forward(workload, 32, KV_TILE, request.param, negative_scale, max_slack))
         return known[key]
     return build
 
@@ -39,7 +39,7 @@ def test_numbers(compiled, workload, case):
 def test_channels_may_be_padded_inside(case):
     workload = Workload(40, 24, "float16", "causal")
     func = flash_attention_forward(workload, 32, KV_TILE, row_lanes=4, channel_steps=(16, 32))
-    assert verdict(tvm.compile(func, QUICK_LLVM), workload, *RAGGED[case]) is None
+    assert verdict(on_llvm(func), workload, *RAGGED[case]) is None
 
 
 @pytest.mark.parametrize("dims, steps", [((64, 96), (16, 32)), ((40, 72), (8, 8))], ids=str)

@@ -25,7 +25,7 @@ from te_defs.lengths import sample
 from te_defs.masks import Causal, CausalTopLeft, Full, Prefix, Window
 from te_defs.workload import Shape, Workload
 from tests.backward import Called, Fused, check_ragged, problem, unbound, verdict
-from tests.numbers import QUICK_LLVM
+from tests.numbers import on_llvm
 from tests.stand_in_kernel import on_cpu, variant
 
 simplify = Analyzer().simplify
@@ -57,7 +57,7 @@ def test_keys_past_the_end_add_nothing():
 def test_additions_stay_in_the_tiles_that_exist(mask):
     """Zeros that are added elsewhere show where -0 becomes 0."""
     it = Workload(16, 16, "float32", mask)
-    function = tvm.compile(attention_dk_dv_dq(it, 32, 16), QUICK_LLVM)
+    function = on_llvm(attention_dk_dv_dq(it, 32, 16))
     for (n, m), mask in itertools.product(((1, 1), (33, 40), (40, 200), (70, 20), (0, 20)), it.mask_class.samples):
         rows = [np.ones((1, length, heads, 16), np.float32) for length, heads in ((n, 2), (n, 2), (m, 1), (m, 1))]
         sums = np.full((1, 2, max(-(-n // 32), 1) + 16, 32, 16), -0.0, np.float32)
@@ -144,7 +144,7 @@ def test_an_artefact_has_room_for_the_sums(tmp_path, lengths, family, plan):
     it = replace(FULL, mask="causal", lengths=lengths)
     names = backward.function_names(True)
     functions = [attention_delta(it), attention_delta(it, through_lse=True), *unbound_functions(family, it, plan)]
-    made = tvm.compile(tvm.IRModule({name: func.with_attr("global_symbol", name) for name, func in zip(names, functions)}), QUICK_LLVM)
+    made = on_llvm(tvm.IRModule({name: func.with_attr("global_symbol", name) for name, func in zip(names, functions)}))
     forward, turns = on_cpu(replace(it, lengths="uniform")), backward.takes_turns(family)
     gradients = replace(variant(made), sum_rows=plan.q_tile, turns=turns)
     path, _ = export_artefact([forward], it, tmp_path / "any_order.so", describe(it, [forward], None, [gradients]), (), [gradients])

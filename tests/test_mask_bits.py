@@ -7,7 +7,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from schedules.lowering import mask_bits
-from tests.numbers import QUICK_LLVM
+from tests.numbers import on_llvm
 
 ROWS, LANES = 2, 4
 #: Conditions of score (i, j) where a window ends at `low` and `high`: those of masks with one end and two, and one with a way round.
@@ -54,7 +54,7 @@ def kernels(request):
     assert all(type(choice).__name__ == "NE" for func in bits.functions.values() for choice in choices(func))
     both = {**plain, **{f"{var.name_hint} bits": func.with_attr("global_symbol", func.attrs["global_symbol"] + "_bits")
                         for var, func in bits.functions_items()}}
-    built = tvm.compile(tirx.transform.ConvertSSA()(tvm.IRModule(both)), QUICK_LLVM)
+    built = on_llvm(tirx.transform.ConvertSSA()(tvm.IRModule(both)))
     return blocks, {name: [built[name.replace(" ", "_") + suffix] for suffix in ("", "_bits")] for name in CONDITIONS}
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tvm
 import tvm_ffi
 from tvm.target import codegen
 
@@ -22,7 +21,7 @@ from te_defs import reference
 from te_defs.flash_attention import flash_attention_forward
 from te_defs.masks import MASKS
 from te_defs.workload import Shape, Workload
-from tests.numbers import QUICK_LLVM, run
+from tests.numbers import on_llvm, run
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +37,7 @@ class TestSkippedTiles:
 
     def test_outside_a_window(self):
         workload, kv_tile = Workload(32, 32, "float32", "window"), 16
-        function = tvm.compile(flash_attention_forward(workload, 32, kv_tile), QUICK_LLVM)
+        function = on_llvm(flash_attention_forward(workload, 32, kv_tile))
         q, k, v = reference.make_inputs(workload, Shape(1, 1, 1, 128, 128))
         clean = run(function, workload, (q, k, v), 0.2, (10, 3))
         k[:, :16], v[:, :16], k[:, 80:], v[:, 80:] = np.nan, np.nan, np.nan, np.nan

@@ -3,7 +3,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import tvm
 
 from schedules.arch import CUDA_ARCHS, cpu_arch, cuda_arch
 from schedules.build import build, schedule
@@ -13,7 +12,7 @@ from schedules.lowering import software_pipeline
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.plan import PlanError
 from te_defs.workload import Workload
-from tests.numbers import QUICK_LLVM, RAGGED, verdict
+from tests.numbers import RAGGED, on_llvm, verdict
 from tests.source_alone import source_alone
 
 pytestmark = pytest.mark.slow
@@ -36,7 +35,7 @@ def after_stage():
     def build_prefix(workload, stages):
         if (workload, stages) not in known:
             plan = mma.MmaPlan(q_tile=64, kv_tile=32, warps=2)
-            known[workload, stages] = tvm.compile(schedule(mma, workload, plan, stages).mod, QUICK_LLVM)
+            known[workload, stages] = on_llvm(schedule(mma, workload, plan, stages).mod)
         return known[workload, stages]
     return build_prefix
 

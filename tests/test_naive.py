@@ -5,7 +5,7 @@ import tvm
 from te_defs.masks import MASKS
 from te_defs.naive import naive_attention
 from te_defs.workload import Shape, Workload
-from tests.numbers import QUICK_LLVM, RAGGED, verdict
+from tests.numbers import RAGGED, on_llvm, verdict
 
 WORKLOADS = {w.name: w for w in (Workload(32, 32, "float32", "full"), Workload(32, 16, "float32", "causal"),
                                  Workload(16, 40, "float16", "causal"), Workload(16, 16, "bfloat16", "full"),
@@ -19,7 +19,7 @@ def compiled():
 
     def build(workload):
         if workload not in known:
-            known[workload] = tvm.compile(naive_attention(workload), QUICK_LLVM)
+            known[workload] = on_llvm(naive_attention(workload))
         return known[workload]
     return build
 

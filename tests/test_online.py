@@ -9,7 +9,7 @@ from schedules import split_kv
 from schedules.nest import excerpt, loop_nest, pictured_blocks
 from te_defs.online import online_attention
 from te_defs.workload import Shape, Workload
-from tests.numbers import QUICK_LLVM, RAGGED, verdict
+from tests.numbers import RAGGED, on_llvm, verdict
 
 WORKLOADS = {w.name: w for w in (Workload(32, 32, "float32", "full"), Workload(32, 16, "float32", "causal"),
                                  Workload(16, 40, "float16", "causal"), Workload(16, 16, "bfloat16", "full"))}
@@ -31,7 +31,7 @@ def compiled():
 
     def build(key, make):
         if key not in known:
-            known[key] = tvm.compile(make(), QUICK_LLVM)
+            known[key] = on_llvm(make())
         return known[key]
     return build
 

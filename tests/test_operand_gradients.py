@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tvm
 from tvm.target import codegen
 
 from schedules import backward
@@ -15,7 +14,7 @@ from te_defs import operand_reference, reference
 from te_defs.lengths import sample
 from te_defs.operand_gradients import dtype_of, require_gradient
 from te_defs.workload import Shape, Workload, WorkloadError, make_arguments
-from tests.numbers import QUICK_LLVM
+from tests.numbers import on_llvm
 from tests.operands import Plain, verdict
 
 HERE = cpu_arch(codegen.llvm_get_system_cpu(), 256, 2)
@@ -99,7 +98,7 @@ class TestScheduled:
     def test_cuda_before_threads(self, family, name, smaller):
         workload, plan = Workload.parse(name), family.default_plan(Workload.parse(name), cuda_arch("sm_80")).but(**smaller)
         scheduled = family.schedule(workload, "bias", plan, workload.dtype, family.UNBOUND)
-        check(Plain(workload, "bias", compiled=[tvm.compile(scheduled.mod, QUICK_LLVM)]), workload, "bias", CALLS[:2] + CALLS[4:6])
+        check(Plain(workload, "bias", compiled=[on_llvm(scheduled.mod)]), workload, "bias", CALLS[:2] + CALLS[4:6])
 
     @pytest.mark.parametrize("family, name, arch, strided", [
         (mma_operand_gradients, "fwd_d64_dv64_f16_full+bias+sink", "sm_80", False),

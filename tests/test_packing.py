@@ -17,7 +17,7 @@ from scripts.kernels import answer
 from te_defs import lengths, reference
 from te_defs.flash_attention import flash_attention_forward
 from te_defs.workload import Shape, Workload, make_arguments
-from tests.numbers import QUICK_LLVM, verdict_on
+from tests.numbers import on_llvm, verdict_on
 from tests.stand_in_kernel import variant
 from tests.test_variants import WORKLOAD, link_numbers
 
@@ -43,7 +43,7 @@ def packed(function, shape, rows=ROWS):
 @pytest.mark.parametrize("features", ["full", "causal", "window+alibi", "causal+bias+sink", "tests.of_a_user:DocumentCausal"])
 def test_numbers_for_any_ratio(features, row_lanes):
     workload = Workload.parse(f"fwd_d32_dv16_f32_{features}")
-    function = tvm.compile(flash_attention_forward(workload, ROWS, 16, row_lanes, packed=True), QUICK_LLVM)
+    function = on_llvm(flash_attention_forward(workload, ROWS, 16, row_lanes, packed=True))
     for shape in SHAPES:
         shape = Shape(shape.batch, shape.q_heads, shape.kv_heads, shape.q_len, shape.kv_len, (7, 3) if workload.mask == "window" else ())
         inputs, arguments = reference.make_inputs(workload, shape), make_arguments(workload, shape)
@@ -53,7 +53,7 @@ def test_numbers_for_any_ratio(features, row_lanes):
 @pytest.mark.parametrize("features", ["causal+keys", "full+softcap+sink+packed", "window+alibi+keys", "causal+packed"])
 def test_numbers_with_lengths(features):
     workload = Workload.parse(f"fwd_d32_dv16_f32_{features}")
-    function = tvm.compile(flash_attention_forward(workload, ROWS, 16, packed=True), QUICK_LLVM)
+    function = on_llvm(flash_attention_forward(workload, ROWS, 16, packed=True))
     for shape in (Shape(3, 4, 2, 9, 50), Shape(4, 3, 1, 5, 40), Shape(1, 40, 1, 3, 33)):
         (batch, q_len, kv_len), given = lengths.sample(workload.lengths, shape.batch, shape.q_len, shape.kv_len)
         shape = Shape(batch, shape.q_heads, shape.kv_heads, q_len, kv_len, (7, 3) if workload.mask == "window" else ())
@@ -66,7 +66,7 @@ def test_stages_of_mma_keep_the_numbers(features):
     workload = Workload.parse(f"fwd_d64_dv64_f16_{features}")
     plan = mma.MmaPlan(q_tile=64, kv_tile=32, warps=4)
     count = [stage.__name__ for stage in mma.STAGES].index(mma.BINDS_AT)
-    function = tvm.compile(schedule(mma, workload, plan, count, strided=True, packed=True).mod, QUICK_LLVM)
+    function = on_llvm(schedule(mma, workload, plan, count, strided=True, packed=True).mod)
     for shape in (Shape(1, 8, 1, 9, 40), Shape(1, 6, 2, 30, 33), Shape(1, 70, 1, 1, 20)):
         inputs, arguments = reference.make_inputs(workload, shape), make_arguments(workload, shape)
         assert verdict_on(packed(function, shape, 64), workload, inputs, 0.125, arguments) is None, shape

@@ -16,6 +16,14 @@ def loops_over(stmt, name):
     return found
 
 
+def held_in(mod):
+    """Names of the variables that the simplifier is to leave where they are computed, after its run."""
+    binds = []
+    simplified = tirx.transform.StmtSimplify()(tirx.transform.ConvertSSA()(mod))["main"]
+    tvm_ffi.structural_walk(simplified.body, (tirx.Bind, binds.append), order="pre")
+    return [bind.var.name for bind in binds if rewrite.is_extern(bind.value, rewrite.HELD)]
+
+
 @T.prim_func
 def masked_steps(a: T.handle, n: T.int32, masked: T.int32):
     """The first `masked` of n entries are 1, the rest 2."""
@@ -53,6 +61,9 @@ def masked_ends(a: T.handle, n: T.int32, first: T.int32, last: T.int32):
 def test_tiles_masked_at_both_ends_run_once(n, first, last):
     mod = masked_tiles.split_masked_tiles()(tvm.IRModule({"main": masked_ends.with_attr("global_symbol", "main")}))
     assert len(loops_over(mod["main"].body, "t")) == 3 and "likely" not in mod.script()
+    assert held_in(mod) == ["first_whole", "end_of_whole"]
+    mod = rewrite.release_held()(mod)
+    assert rewrite.HELD not in mod.script()
     result, at = tvm.runtime.tensor(np.zeros(64, "int32")), np.arange(64)
     tvm.compile(tirx.transform.ConvertSSA()(mod), "llvm")(result, n, first, last)
     np.testing.assert_array_equal(result.numpy(), np.where(at >= n, 0, np.where((at >= first) & (at < last), 2, 1)))

@@ -1,7 +1,6 @@
 """Score modifications, sinks and masks with tensors: numbers of the plain function, names, and what is refused."""
 import numpy as np
 import pytest
-import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.target import codegen
@@ -16,7 +15,7 @@ from te_defs.flash_attention import flash_attention_forward
 from te_defs.naive import naive_attention
 from te_defs.scores import Alibi, Bias, Softcap
 from te_defs.workload import Shape, Workload, WorkloadError, make_arguments
-from tests.numbers import QUICK_LLVM, verdict_on
+from tests.numbers import on_llvm, verdict_on
 
 FEATURES = ("full+softcap", "causal+alibi", "window+bias", "causal+sink", "full+softcap+sink", "tests.of_a_user:DocumentCausal",
             "tests.of_a_user:DocumentCausal+sink", "causal+tests.of_a_user:halved_far_away")
@@ -37,9 +36,9 @@ def compiled():
     def build(workload, form):
         if (workload, form) not in known:
             if form == "naive":
-                known[workload, form] = tvm.compile(naive_attention(workload), QUICK_LLVM)
+                known[workload, form] = on_llvm(naive_attention(workload))
             else:
-                kernels = [tvm.compile(flash_attention_forward(workload, 32, 16, form, negative_scale=sign), QUICK_LLVM)
+                kernels = [on_llvm(flash_attention_forward(workload, 32, 16, form, negative_scale=sign))
                            for sign in ((False,) if workload.score else (False, True))]
                 known[workload, form] = lambda *arguments: kernels[0 if arguments[5] >= 0 else -1](*arguments)
         return known[workload, form]

@@ -14,7 +14,7 @@ from schedules.lowering.cuda_compile import cuda_compiler
 from schedules.plan import PlanError
 from schedules.space import Space, schedule_in
 from te_defs.workload import Workload
-from tests.numbers import QUICK_LLVM, RAGGED, verdict
+from tests.numbers import RAGGED, on_llvm, verdict
 from tests.source_alone import source_alone
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def after_stage():
     def build_prefix(*key):
         if key not in known:
             member, workload, stages = key
-            known[key] = tvm.compile(schedule(member, workload, SMALL, stages).mod, QUICK_LLVM)
+            known[key] = on_llvm(schedule(member, workload, SMALL, stages).mod)
         return known[key]
     return build_prefix
 

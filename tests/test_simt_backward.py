@@ -14,7 +14,7 @@ from schedules.plan import PlanError
 from te_defs.flash_attention_backward import attention_delta
 from te_defs.workload import Shape, Workload, make_arguments
 from tests.backward import Plain, alone, verdict
-from tests.numbers import QUICK_LLVM
+from tests.numbers import on_llvm
 
 #: Patches of 4 rows by 1 column, and of 2 rows by 2.
 PLANS = {"dq": SimtPlan(q_tile=16, kv_tile=8, thread_rows=4, thread_columns=8, unroll=2),
@@ -30,8 +30,8 @@ class Scheduled(Plain):
     """The functions after the first stages, on llvm."""
 
     def __init__(self, workload, stages):
-        self.delta = tvm.compile(attention_delta(workload), QUICK_LLVM)
-        self.dq, self.dk_dv = (tvm.compile(simt_backward.schedule(role, workload, PLANS[role], stages).mod, QUICK_LLVM) for role in PLANS)
+        self.delta = on_llvm(attention_delta(workload))
+        self.dq, self.dk_dv = (on_llvm(simt_backward.schedule(role, workload, PLANS[role], stages).mod) for role in PLANS)
 
 
 def number_of(stage):

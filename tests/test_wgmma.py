@@ -20,7 +20,7 @@ from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.plan import Calls, PlanError
 from schedules.space import Space
 from te_defs.workload import Workload
-from tests.numbers import QUICK_LLVM, RAGGED, verdict
+from tests.numbers import RAGGED, on_llvm, verdict
 from tests.source_alone import source_alone
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def after_stage():
     def build_prefix(workload, stages):
         if (workload, stages) not in known:
             plan = wgmma.WgmmaPlan(q_tile=64, kv_tile=32)
-            known[workload, stages] = tvm.compile(schedule(wgmma, workload, plan, stages).mod, QUICK_LLVM)
+            known[workload, stages] = on_llvm(schedule(wgmma, workload, plan, stages).mod)
         return known[workload, stages]
     return build_prefix
 

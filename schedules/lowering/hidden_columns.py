@@ -4,6 +4,9 @@ A tile that a mask cuts through has, for the 16 rows of a warp, columns that non
 sees what are at hand, so a vote of the warp tells for each part of the columns whether anybody sees one. Where nobody does, its maxima,
 exponentials and sums are left out, and its probabilities are zero: the same numbers, bit for bit.
 
+Masks that begin behind the first key, such as windows, have few tiles for a row of queries, and at both ends hidden columns; for others it
+is not worth the registers that branches take (7 more than there are, at 64 channels with three warpgroups).
+
 The statements that this is about, in one sequence: the words and the nests that mask S by them, the row maxima, whatever else, P, its row
 sums. Where they are not all there, or a row has several words, everything stays as it is.
 """
@@ -15,7 +18,7 @@ import tvm_ffi
 from tvm import tirx
 
 from schedules.lowering import mask_bits
-from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
+from schedules.lowering.rewrite import FULL_WARP, function_pass, is_call, substitute
 from schedules.lowering.work_tiles import flat
 
 #: Parts of a tile's columns.
@@ -79,9 +82,16 @@ def _nest(stmt, buffer):
     return _Nest(tuple(loops), stores[-1], places[0], start) if len(places) == 1 else None
 
 
+def _inverts(word):
+    """Whether a word says where a range begins: it has ones from there on."""
+    found = []
+    tvm_ffi.structural_walk(word, (tvm.ir.Call, lambda call: found.append(call) if is_call(call, "bitwise_not") else None))
+    return bool(found)
+
+
 def _masked(parts):
-    """(words, _Nests, statements) of a sequence that begins with the words of a mask; None of another one."""
-    words, nests = [], []
+    """(words, _Nests, statements) of a sequence that begins with the words of a mask whose ranges have a begin; None of another one."""
+    words, nests, begins = [], [], False
     while 2 * len(words) + 1 < len(parts):
         bind, nest = parts[2 * len(words):2 * len(words) + 2]
         if not (isinstance(bind, tirx.Bind) and bind.var.name == mask_bits.SEEN and isinstance(nest, tirx.For)):
@@ -89,10 +99,11 @@ def _masked(parts):
         found = mask_bits.nest_of(nest)
         if found is None:
             return None
+        begins = begins or _inverts(bind.value)
         words.append(bind.var)
         loops, store = found
         nests.append(_Nest(tuple(loops), store, store.indices[0]))
-    return (words, nests, 2 * len(words)) if words else None
+    return (words, nests, 2 * len(words)) if begins else None
 
 
 def _without_hidden(parts):

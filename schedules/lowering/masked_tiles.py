@@ -68,11 +68,13 @@ def split_masked_tiles(func):
         first, last = bounds
         zero = tirx.IntImm("int32", 0)
         first = zero if first is None else clipped(first, zero)
-        parts = [part(zero, first, "else_case")]
         if last is None:
-            return tirx.SeqStmt([*parts, part(first, loop.extent, "then_case")])
-        last = clipped(last, first)
-        return tirx.SeqStmt([*parts, part(first, last, "then_case"), part(last, loop.extent, "else_case")])
+            return tirx.SeqStmt([part(zero, first, "else_case"), part(first, loop.extent, "then_case")])
+        # Put in all places where a part uses them, and there in each other, the bounds of a window took most of the time of lowering.
+        first, bind_first = rewrite.held("first_whole", first)
+        last, bind_last = rewrite.held("end_of_whole", clipped(last, first))
+        return tirx.SeqStmt([bind_first, bind_last, part(zero, first, "else_case"), part(first, last, "then_case"),
+                             part(last, loop.extent, "else_case")])
 
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.For, cut), order="pre"))
 

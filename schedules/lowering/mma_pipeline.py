@@ -26,7 +26,7 @@ pass_lists.register("flashtir_mma", [
     rewrite.async_copy(),
     *pass_lists.flatten(),
     aligned_strides("O"),  # cp.async takes 16 bytes at any address
-    *pass_lists.split_key_loop([masked_tiles.split_masked_tiles()]),
+    *pass_lists.split_key_loop([masked_tiles.split_masked_tiles(), rewrite.release_held()]),  # held, they would take more instructions
     *pass_lists.loops_to_statements(hoist=[s_tir.transform.LowerAsyncDMA()]),
     *pass_lists.statements_to_function(behind_barriers=[few_barriers()]),
 ], device=[

@@ -34,6 +34,15 @@ def once(value):
     return T.cuda.func_call("flashtir_once", value, source_code=source, return_type="int32")
 
 
+HELD = "flashtir_held"
+
+
+def held(name, value):
+    """(variable, its Bind) of an integer that TVM's simplifier is to leave where it is computed, until `release_held`."""
+    var = tirx.Var(name, "int32")
+    return var, tirx.Bind(var, tirx.call_extern("int32", HELD, value))
+
+
 def is_call(expr, name):
     return isinstance(expr, tvm.ir.Call) and getattr(expr.op, "name", "").split(".")[-1] == name
 
@@ -211,6 +220,13 @@ __device__ __forceinline__ void flashtir_put(unsigned to, int value) {
 def is_extern(call, name):
     """Whether an expression calls the external function of a name."""
     return is_call(call, "call_extern") and str(getattr(call.args[0], "value", "")) == name
+
+
+@function_pass("flashtir.ReleaseHeld")
+def release_held(func):
+    """Take what keeps the simplifier away from the bindings of `held`; behind its last run."""
+    return func.with_body(tvm_ffi.structural_map(
+        func.body, (tvm.ir.Call, lambda call: call.args[1] if is_extern(call, HELD) else call)))
 
 
 class _Facts:

@@ -61,5 +61,6 @@ pass_lists.register("flashtir_simt", [
     rewrite.full_warp_mask(),
     skip_empty_tiles(),
     tirx.transform.StmtSimplify(),
+    rewrite.release_held(),
     rewrite.hoist_divisions(),  # last: StmtSimplify puts the value of a binding back where it is used
 ])

@@ -260,7 +260,8 @@ class _Roles(Turns, Exchange):
             body = self.cut(stmt.body, role, done, tiles)
             return body and tirx.AttrStmt(stmt.node, stmt.attr_key, stmt.value, body)
         if isinstance(stmt, tirx.Bind) and role != CONSUMER:
-            return stmt if stmt.var.name in ROWS else None  # the loader reads the lengths of a batch entry for itself
+            # The loader reads the lengths of a batch entry, and counts tiles, for itself.
+            return stmt if stmt.var.name in ROWS or rewrite.is_extern(stmt.value, rewrite.HELD) else None
         name = events.name_of(stmt.value) if isinstance(stmt, tirx.Evaluate) else None
         if name == "bulk_load" and role == CONSUMER:
             ring = int(stmt.value.args[1])

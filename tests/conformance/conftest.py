@@ -13,7 +13,7 @@ from schedules.build import schedule, signs
 from schedules.families import cpu, cpu_backward, mma, simt, wgmma
 from scripts.kernels import build_artefact
 from tests.backward import Called, exported
-from tests.numbers import QUICK_LLVM
+from tests.numbers import on_llvm
 
 #: A chip that has each family, and a plan of small tiles, for where no GPU is.
 WITHOUT_GPU = {simt: ("sm_80", simt.SimtPlan(32, 16, 8, 16, 4)), mma: ("sm_80", mma.MmaPlan(q_tile=64, kv_tile=32, warps=2)),
@@ -54,7 +54,7 @@ class Engine:
 
         @functools.cache
         def kernel(negative):
-            return tvm.compile(schedule(self.family, workload, plan, count, negative, strided=True).mod, QUICK_LLVM)
+            return on_llvm(schedule(self.family, workload, plan, count, negative, strided=True).mod)
         return lambda *arguments: kernel(arguments[5] < 0 and True in signs(workload))(*arguments)
 
 

@@ -18,7 +18,7 @@ import tvm_ffi
 from tvm import tirx
 
 from schedules.lowering import mask_bits
-from schedules.lowering.rewrite import FULL_WARP, function_pass, is_call, substitute
+from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
 from schedules.lowering.work_tiles import flat
 
 #: Parts of a tile's columns.
@@ -85,7 +85,7 @@ def _nest(stmt, buffer):
 def _inverts(word):
     """Whether a word says where a range begins: it has ones from there on."""
     found = []
-    tvm_ffi.structural_walk(word, (tvm.ir.Call, lambda call: found.append(call) if is_call(call, "bitwise_not") else None))
+    tvm_ffi.structural_walk(word, (tirx.BitwiseNot, found.append))
     return bool(found)
 
 

@@ -101,8 +101,8 @@ class QuerySum:
 def attention_dk_dv_dq(workload, q_tile, kv_tile, channel_steps=(1, 1), in_order=False):
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ_sum [B, H, tiles,
     q_tile, D] float32, dK [B, M, G, D], dV [B, M, G, DV], scale, ...) -> None. As `attention_dk_dv`; besides, dQ / scale is added to
-    dQ_sum, which holds zeros before the call and has `sum_tiles` tiles. Where `in_order`, dQ_turns [B, H, tiles] int32, zeros as well, stands
-    behind dQ_sum, and additions to a tile are made in the order of the keys."""
+    dQ_sum, which holds zeros before the call and has `sum_tiles` tiles. Where `in_order`, dQ_turns [B, H, tiles] int32, zeros as well,
+    stands behind dQ_sum, and additions to a tile are made in the order of the keys."""
     func = attention_dk_dv(workload, q_tile, kv_tile, QuerySum(in_order), channel_steps)
     params = list(func.params)
     for place in range(1 + in_order):

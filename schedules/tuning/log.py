@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
+from schedules.plan import plan_of
 from te_defs.workload import Shape
 
 SCHEMA = 1
@@ -85,9 +86,9 @@ class Log:
         try:
             for family, values, *outcome in data["plans"]:
                 if family in families:
-                    names = data["fields"][family]
-                    if set(names) == {field.name for field in fields(families[family].PLAN)}:
-                        outcomes[family, families[family].PLAN(**dict(zip(names, values)))] = _sound(Outcome(*outcome))
+                    plan = plan_of(families[family].PLAN, dict(zip(data["fields"][family], values)))
+                    if plan is not None:
+                        outcomes[family, plan] = _sound(Outcome(*outcome))
             return outcomes, dict(data["declarations"])
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedLog(f"{path} must list plans and outcomes, found something else ({error!r}): delete the file") from error

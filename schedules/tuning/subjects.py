@@ -15,6 +15,7 @@ import tvm
 from schedules import backward, registry
 from schedules.backward_parts import Part, parts_of, plans_of
 from schedules.build import KERNEL, NEGATIVE_SCALE_KERNEL, declaration_of, signs
+from schedules.plan import plan_of
 from schedules.space import spaces_of
 from schedules.tuning.gate import Case, on_device
 from te_defs import reference
@@ -70,9 +71,8 @@ class ForwardPass:
     def key_of(self, family, values):
         """(name of the family, plan) from what a record says; None where there is no such family or its plans have other fields."""
         family = self.families().get(family)
-        if family is None or set(values) != {name for name in family.PLAN.__dataclass_fields__}:
-            return None
-        return family.NAME, family.PLAN(**values)
+        plan = None if family is None else plan_of(family.PLAN, values)
+        return None if plan is None else (family.NAME, plan)
 
     def split(self, key):
         """{part: key of the part's plan} of such a key."""

@@ -194,8 +194,8 @@ class TestExportAndRun:
 
     def test_cuda_without_a_gpu(self, toolkit, tmp_path):
         path = tmp_path / "cuda.so"
-        output = command("export", "--target", "sm_80", "--archs", "sm_90a", "--plan", "default", "--workload", "d64_f16_full",
-                         "--output", path, code=0).stdout
+        output = command("export", "--target", "sm_80", "--archs", "sm_90a", "--plan", "default", "--workload",
+                         "fwd_d16_dv16_f32_full+softcap", "--output", path, code=0).stdout
         assert echoed(output)["archs"] == ["sm_80", "sm_90a"]
         assert re.search(r"attention_forward_kernel on sm_80: \d+ registers, \d+ bytes of spills", output)
         if driver_version() is None:
@@ -257,7 +257,7 @@ class TestShow:
         assert "@T.prim_func" in output and "attention_forward" in output
 
     def test_cuda_source_and_resources(self, toolkit):
-        output = command("show", "source", "resources", "--workload", "d64_f16_causal", "--target", "sm_80", code=0).stdout
+        output = command("show", "source", "resources", "--workload", "fwd_d16_dv16_f16_full", "--target", "sm_80", code=0).stdout
         assert "__global__" in output and "mma.sync" in output
         assert re.search(r"attention_forward_kernel on sm_80: \d+ registers", output)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from schedules import registry
-from schedules.tuning import log, records
+from schedules.tuning import log, records, runner
 from schedules.tuning.log import ForeignLog
 from schedules.tuning.subjects import ForwardPass
 from scripts import cli, tune
@@ -31,6 +31,12 @@ def command(*arguments):
         return cli.main(tune.run, tune.make_parser().parse_args([str(argument) for argument in arguments]))
     except SystemExit as stop:
         return stop.code
+
+
+@pytest.fixture(autouse=True)
+def short_duels(monkeypatch):
+    """Who wins is not asked here: sessions in this process end with one round, not with seconds of timing."""
+    monkeypatch.setattr(runner, "DUEL_ROUNDS", 1)
 
 
 @pytest.fixture

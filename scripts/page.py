@@ -19,7 +19,7 @@ h3{font-size:1rem;margin:1.2rem 0 .3rem}
 p{max-width:46rem}
 a{color:var(--main)}
 nav ul{display:flex;flex-wrap:wrap;gap:.2rem 1rem;padding:0;list-style:none}
-dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(11rem,1fr));gap:.5rem;margin:1rem 0}
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.5rem;margin:1rem 0}
 dl div{background:var(--panel);border:1px solid var(--rule);border-radius:.4rem;padding:.5rem .75rem}
 dt{color:var(--soft);font-size:.85rem}
 dd{margin:0;font-weight:600;overflow-wrap:anywhere}
@@ -56,8 +56,8 @@ svg .winner-line{stroke:var(--main);stroke-opacity:1;stroke-width:4}
 @media print{
 body{max-width:none;padding:0;font-size:10pt}nav{display:none}.scroll,.nest{overflow:visible;max-height:none}
 svg{min-width:0!important;max-width:100%!important}figure,tr{break-inside:avoid}pre{white-space:pre-wrap}
-table{font-size:7pt;width:100%}th,td,td.words{padding:1px 3px;min-width:0;white-space:normal;overflow-wrap:anywhere}
-td:has(data){white-space:nowrap}.bar-cell{width:3rem;min-width:3rem}.bar{print-color-adjust:exact}}
+table{font-size:7pt;width:100%}th,td,td.words{padding:1px 3px;min-width:0}
+th,td.words{white-space:normal;overflow-wrap:anywhere}.bar-cell{width:3rem;min-width:3rem}.bar{print-color-adjust:exact}}
 """.strip()
 
 
@@ -131,7 +131,7 @@ def summary(story):
               ("candidates", f"{len(story.candidates)}, {len(story.candidates) - len(story.passed)} refused")]
     if story.run:
         facts.append(("lowered for", escape(story.run["arch"])))
-    gone = (story.run["trials"] if story.run else 0) - len(story.candidates)
+    gone = (story.run or {}).get("trials", 0) - len(story.candidates)
     notes = [f"{gone} more were of families or plans that the sources no longer have."] if gone > 0 else []
     notes += ["No plan has won so far."] if not best else []
     return _facts(facts) + "".join(f'<p class="note">{note}</p>' for note in notes)

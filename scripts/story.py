@@ -168,7 +168,7 @@ class Story:
         latest, unread = {}, []
         for name, data in self.benches.items():
             try:
-                for peer in (peer for bench in data.get("runs", [data]) for peer in self._peers_of(bench)):
+                for peer in [peer for bench in data.get("runs", [data]) for peer in self._peers_of(bench)]:  # of a file all or none
                     place = tuple(peer.row[size] for size in (*_CASE, "contestant"))
                     if place not in latest or latest[place].date <= peer.date:
                         latest[place] = peer

@@ -16,12 +16,16 @@ class Peak:
     boost_ghz       the clock that this figure is for
     sms             multiprocessors of the chip
     exp2_per_clock  base-2 exponentials a clock and multiprocessor
+    fma_per_clock   float32 multiply-adds a clock and multiprocessor, without tensor cores
+    memory_tbytes   10^12 bytes a second between the chip and its memory
     """
 
     tensor_tflops: float
     boost_ghz: float
     sms: int
     exp2_per_clock: int
+    fma_per_clock: int
+    memory_tbytes: float
 
     def exp_bound_tflops(self, head_dim, value_dim):
         """Speed of attention that spends the exponentials (one a score) and the matrix products one after the other, both at peak."""
@@ -137,8 +141,9 @@ _WGMMA_LENGTHS = {
     (192, "causal"): ((12289, _BY_HARDWARE), (1025, {}), (0, {})),
 }
 
-#: NVIDIA's data sheets of the H100 and H200 (SXM); exponentials from the CUDA programming guide, table of arithmetic throughput.
-_HOPPER_PEAK = Peak(tensor_tflops=989, boost_ghz=1.83, sms=132, exp2_per_clock=16)
+#: NVIDIA's data sheets of the H100 and H200 (SXM), memory that of the H200; exponentials and multiply-adds from the CUDA programming
+#: guide, table of arithmetic throughput.
+_HOPPER_PEAK = Peak(tensor_tflops=989, boost_ghz=1.83, sms=132, exp2_per_clock=16, fma_per_clock=128, memory_tbytes=4.8)
 
 #: Shared memory from the CUDA programming guide, table "technical specifications per compute capability".
 CUDA_ARCHS = {arch.name: arch for arch in (

@@ -15,7 +15,9 @@ from schedules.tuning import log, records, runner
 from schedules.tuning.log import ForeignLog
 from schedules.tuning.subjects import ForwardPass
 from scripts import cli, tune
+from scripts.report import REPORT
 from tests import stand_in
+from tests.commands import command as command_of
 
 pytestmark = pytest.mark.slow
 
@@ -131,6 +133,7 @@ class TestRefused:
         assert command(*SMALL, "--logs", tmp_path, "--trials", "2") == cli.FAILED
         assert f"error: no plan of {NAME} has passed so far, found ScheduleError" in capsys.readouterr().err
         assert not (folder_of(tmp_path) / log.RUN).exists()
+        assert "ScheduleError" in (folder_of(tmp_path) / REPORT).read_text()
 
 
 class TestSession:
@@ -145,7 +148,7 @@ class TestSession:
 
     def test_leaves_a_log_with_its_birth_certificate(self, tuned):
         folder = folder_of(tuned[0])
-        assert {path.name for path in folder.iterdir()} == {log.MEASURED, log.RUN, *log.DATABASE}
+        assert {path.name for path in folder.iterdir()} == {log.MEASURED, log.RUN, *log.DATABASE, REPORT}
         run = json.loads((folder / log.RUN).read_text())
         assert run["device"]["slug"] == folder.parent.name
         assert (run["trials"], run["best"]["measured"], run["best"]["family"]) == (3, "duel", "cpu")
@@ -158,6 +161,13 @@ class TestSession:
         folder = folder_of(tuned[0])
         assert sum(path.stat().st_size for path in folder.iterdir()) < 400_000
         assert not any(str(ROOT) in path.read_text() for path in folder.iterdir())
+
+    def test_tells_in_a_page_what_the_log_alone_tells(self, tuned, tmp_path):
+        command_of("report", "--logs", tuned[0], "--workload", NAME, "--output", tmp_path / "page.html", code=cli.DONE)
+        assert (tmp_path / "page.html").read_bytes() == (folder_of(tuned[0]) / REPORT).read_bytes()
+        page, run = (tmp_path / "page.html").read_text(), json.loads((folder_of(tuned[0]) / log.RUN).read_text())
+        assert all(f'<data value="{run["best"][key]["median"]}">' in page for key in ("last_round", "default_plan"))
+        assert "seconds of tuning" in page and f"{cli.find_device('cpu').arch.vector_bits} bits" in page
 
     def test_the_record_is_found_again(self, tuned):
         device, workload = cli.find_device("cpu"), cli.parse_workload(NAME)
@@ -212,7 +222,7 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
     assert complaints.splitlines()[-1].startswith("error: interrupted: what was tuned so far is kept in ")
     assert "Traceback" not in complaints
     folder = folder_of(tmp_path)
-    assert {path.name for path in folder.iterdir()} == {log.MEASURED, log.RUN, *log.DATABASE}
+    assert {path.name for path in folder.iterdir()} == {log.MEASURED, log.RUN, *log.DATABASE, REPORT}
     run = json.loads((folder / log.RUN).read_text())
     assert run["best"]["measured"] == "search"
     assert run["trials"] == len(json.loads((folder / log.MEASURED).read_text())["plans"]) >= 1

@@ -36,12 +36,14 @@ class ForeignLog(LogError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known of a plan: seconds a call, or the reason why it was refused; and registers and bytes of spills per thread."""
+    """What is known of a plan: seconds a call, or the reason why it was refused; registers and bytes of spills per thread; and after how
+    many seconds of tuning, all sessions together, it was known."""
 
     seconds: float | None = None
     refused: str | None = None
     registers: int | None = None
     spill_bytes: int | None = None
+    after: float | None = None
 
 
 class Log:

@@ -83,6 +83,7 @@ class Session:
         model = ms.cost_model.XGBModel(extractor=KnobFeatures(spaces), num_warmup_samples=12, verbose_eval=0, num_tuning_cores=threads)
         self.tasks = [Task(space, shape, model, known, seed + number, threads) for number, space in enumerate(spaces)]
         self.tried = self.refused = 0
+        self._earlier = max((outcome.after or 0.0 for outcome in known.values()), default=0.0)
         self._turns, self._owners = {task: 0 for task in self.tasks}, {}
 
     def run(self, limits):
@@ -195,7 +196,7 @@ class Session:
             seconds = None if result.error_msg is not None else statistics.median(float(x) for x in result.run_secs)
             outcome = Outcome(seconds, _sentence(result.error_msg), facts.registers, facts.spill_bytes)
             self.builder.discard(path)
-        self.known[task.key(plan)] = outcome
+        self.known[task.key(plan)] = replace(outcome, after=round(self._earlier + self.host.clock() - self._begun, 1))
         self.tried += 1
         self.refused += outcome.refused is not None
         self.host.report(self.progress())

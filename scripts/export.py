@@ -99,8 +99,8 @@ def gradients_for(args, device, workload, choices):
     kernel was tuned on, or any."""
     if not args.backward:
         return []
-    slugs = [getattr(args, "gpu", None) or device.slug, *(it.measured and it.measured["device"] for it in choices[1:])]
-    return [options.chosen_gradients(args, slug, workload, it.arch) for slug, it in zip(slugs, choices)]
+    further = [cli.device_named(it.measured and it.measured["device"], it.arch) for it in choices[1:]]
+    return [options.chosen_gradients(args, of, workload) for of in (options.device_meant(args, device), *further)]
 
 
 def run(args):

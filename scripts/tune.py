@@ -28,6 +28,8 @@ import xgboost
 from schedules.lowering.toolkit import find_toolkit
 from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.log import Log, locked
+from schedules.tuning.nearest import Machine, nearest_record, start_plans
+from schedules.tuning.records import NoRecord
 from schedules.tuning.results import champion_of, conclude
 from schedules.tuning.run_worker import Setting
 from schedules.tuning.runner import GatedRunner
@@ -152,13 +154,14 @@ def tune(tools, log, parts, shape):
     with locked(log.path):
         run = log.read_run()
         champion = champion_of(run, subject)
+        first = {} if champion is not None else lent_plans(log, parts, tools.device)
         log.check_database()
         known, declarations = log.read_measured(subject.members(), shape)
         if known:
             print(f"{subject.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
         host = Host(time.monotonic, tools.stop, Lines(subject, shape).show, lambda: log.write_measured(known, declarations, shape))
         session = session_of(subject, parts, champion, shape, tools.builder, tools.runner, host,
-                             known, declarations, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
+                             known, declarations, first, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
                              alone=tools.device.kind == "cpu")
         try:
             winner = session.run(left(tools.limits, time.monotonic() - begun))
@@ -171,12 +174,28 @@ def tune(tools, log, parts, shape):
         device = {"slug": tools.device.slug, "name": tools.device.description, "driver": cli.nvidia_driver(tools.device)}
         if tools.device.kind == "cpu":
             device["cpu"] = asdict(tools.device.arch)  # no row of schedules.arch that others could look up
+        if tools.device.gpu is not None:
+            device["sms"] = tools.device.gpu.sms
         conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
     if winner is not None:
         family, plan = winner.key
         print(f"{subject.name}: best of {len(known)} plans by {winner.measured}: {speed(subject, shape, winner.seconds)}, "
               f"{family} {plan}", flush=True)
         print(f"{subject.name}: {gain(winner, session.default)}", flush=True)
+
+
+def lent_plans(log, parts, device):
+    """{part: keys of the best plans of the nearest device that has a log of what is tuned}, which is said. They are candidates like others:
+    nothing that was measured elsewhere counts here."""
+    here = Machine(device.slug, device.arch, device.gpu)
+    try:
+        found = nearest_record(log.path.parent.parent, log.subject, here)
+    except NoRecord:
+        return {}
+    plans = start_plans(found, parts)
+    count = sum(map(len, plans.values()))
+    print(f"{log.subject.name}: the search begins with {count} plans that were best on {found.lender}, {found.date}", flush=True)
+    return plans
 
 
 def left(limits, spent):

@@ -19,7 +19,7 @@ from schedules.plan import plan_of
 from schedules.space import spaces_of
 from schedules.tuning.gate import Case, on_device
 from te_defs import reference
-from te_defs.workload import Shape, Workload, flops, timed_arguments
+from te_defs.workload import Shape, Workload, WorkloadError, flops, timed_arguments
 
 _NAME = re.compile(rf"(fwd|bwd)(.*?)(\+{backward.ANY_ORDER})?")
 
@@ -212,7 +212,10 @@ def subject_of(workload, order=None):
 
 
 def subject_named(name):
-    """The subject that the folder of a log is named for."""
-    which, rest, any_order = _NAME.fullmatch(name).groups()
+    """The subject that the folder of a log is named for; WorkloadError where it is named for none."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise WorkloadError(f"a log is named like fwd_d128_dv128_f16_causal or bwd_..., found {name!r}: correct the name")
+    which, rest, any_order = found.groups()
     order = None if which == "fwd" else backward.ANY_ORDER if any_order else backward.IN_ORDER
     return subject_of(Workload.parse(f"fwd{rest}"), order)

@@ -192,6 +192,8 @@ def lent_plans(log, parts, device):
         found = nearest_record(log.path.parent.parent, log.subject, here)
     except NoRecord:
         return {}
+    for sentence in found.passed_over:
+        print(sentence)
     plans = start_plans(found, parts)
     count = sum(map(len, plans.values()))
     print(f"{log.subject.name}: the search begins with {count} plans that were best on {found.lender}, {found.date}", flush=True)

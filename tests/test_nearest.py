@@ -28,6 +28,12 @@ HERE = cpu_arch("somelake", 256, 8)
 HOPPER = cuda_arch("sm_90a")
 
 
+@pytest.mark.parametrize("sessions, day", [([{"date": "2026-11-30T10:19:45+00:00"}], "2026-11-30"), ([], "at an unknown date"),
+                                           ([{"date": "2026-11-29"}, {"date": 3}, "x"], "2026-11-29")])
+def test_day_of_a_run(sessions, day):
+    assert nearest.date_of({"sessions": sessions}) == day
+
+
 @pytest.fixture(scope="module")
 def declaration():
     return records.declaration_of(stand_in, WORKLOAD, PLAN)
@@ -220,8 +226,11 @@ class TestSearch:
         self.lent(lend)
         device = cli.Device("cpu", HERE, "here", "here")
         place = Log(lend.root, "here", SUBJECT, HERE)
+        lend("damaged-8c", HERE, declaration="1")
         hints = tune.lent_plans(place, {None: spaces()}, device)
-        assert capsys.readouterr().out == (f"{WORKLOAD.name}: the search begins with 3 plans that were best on near-8c, 2026-11-30\n")
+        passed, begun = capsys.readouterr().out.splitlines()
+        assert passed.startswith("damaged-8c is passed over: ")
+        assert begun == f"{WORKLOAD.name}: the search begins with 3 plans that were best on near-8c, 2026-11-30"
         builder, known = FakeBuilder(), {}
         session(builder, known=known, hints=hints[None]).run(Limits(trials=4))
         tried = [plan for plan, whole in builder.begun if not whole][:4]
@@ -288,7 +297,7 @@ class TestCommands:
         output = tmp_path / "it.so"
         made = command("export", "--target", "cpu", "--workload", workload.name, "--logs", tmp_path, "--output", output, code=0).stdout
         assert f"measured on otherlake-64c, 2026-11-30, and is borrowed for {here.slug}" in made
-        assert "no log there tells of both" in made
+        assert "no log there tells of both" in made and '"tuned_on": "otherlake-64c"' in made
         ran = command("run", output, "--lengths", code=0).stdout
         assert f"threads={here.arch.cores}" in ran and "borrowed: measured on otherlake-64c, 2026-11-30" in ran
 

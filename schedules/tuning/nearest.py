@@ -116,8 +116,8 @@ def machine_of(folder):
 
 def date_of(run):
     """Day of the last session in run.json."""
-    dates = [session.get("date", "") for session in run["sessions"] if isinstance(session, dict)]
-    return dates[-1][:10] if dates and dates[-1] else "at an unknown date"
+    dates = [session["date"] for session in run["sessions"] if isinstance(session, dict) and isinstance(session.get("date"), str)]
+    return dates[-1][:10] if dates else "at an unknown date"
 
 
 def start_plans(borrowed, parts):

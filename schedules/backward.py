@@ -39,6 +39,10 @@ class _OfRoles:
         """These plans with some of them changed."""
         return replace(self, **changes)
 
+    def on(self, arch):
+        """These plans as another machine of their kind takes them."""
+        return self.but(**{role: plan.on(arch) for role, plan in self.by_role().items()})
+
     def values(self):
         """{"role.field": value}, as records have it."""
         return {f"{role}.{field}": value for role, plan in self.by_role().items() for field, value in plan.values().items()}

@@ -27,6 +27,10 @@ class Plan:
         """{field: value}, as records and manifests have it."""
         return asdict(self)
 
+    def on(self, arch):
+        """This plan as another machine of its kind takes it (schedules.arch); plans that say nothing of a machine's size are the same."""
+        return self
+
     def __str__(self):
         return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 

@@ -28,6 +28,8 @@ import xgboost
 from schedules.lowering.toolkit import find_toolkit
 from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.log import Log, locked
+from schedules.tuning.nearest import Machine, nearest_record, start_plans
+from schedules.tuning.records import NoRecord
 from schedules.tuning.results import champion_of, conclude
 from schedules.tuning.run_worker import Setting
 from schedules.tuning.runner import GatedRunner
@@ -153,13 +155,14 @@ def tune(tools, log, parts, shape):
     with locked(log.path):
         run = log.read_run()
         champion = champion_of(run, subject)
+        first = {} if champion is not None else lent_plans(log, parts, tools.device)
         log.check_database()
         known, declarations = log.read_measured(subject.members(), shape)
         if known:
             print(f"{subject.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
         host = Host(time.monotonic, tools.stop, Lines(subject, shape).show, lambda: log.write_measured(known, declarations, shape))
         session = session_of(subject, parts, champion, shape, tools.builder, tools.runner, host,
-                             known, declarations, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
+                             known, declarations, first, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
                              alone=tools.device.kind == "cpu")
         try:
             winner = session.run(left(tools.limits, time.monotonic() - begun))
@@ -172,8 +175,8 @@ def tune(tools, log, parts, shape):
         if winner.measured == "search" and run is not None and (run.get("best") or {}).get("measured") == "duel":
             winner = None  # interrupted: the plan that won the last duel stays until another one wins
         device = {"slug": tools.device.slug, "name": tools.device.description, "driver": cli.nvidia_driver(tools.device)}
-        conclude(log, session, shape, run, winner, {**device, **_unlisted(tools.device)},
-                 {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
+        device |= _facts(tools.device)
+        conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
         print(f"{subject.name}: the whole story is in {write_report(log.path)}", flush=True)
     if winner is not None:
         family, plan = winner.key
@@ -182,9 +185,27 @@ def tune(tools, log, parts, shape):
         print(f"{subject.name}: {gain(winner, session.default)}", flush=True)
 
 
-def _unlisted(device):
-    """Facts of a device that no row of schedules.arch has, for run.json: those of a CPU."""
-    return {"cpu": asdict(device.arch)} if device.kind == "cpu" else {}
+def _facts(device):
+    """What a log says of a device for others to look up: all of a CPU, of which schedules.arch has no row, and a GPU's multiprocessors."""
+    if device.kind == "cpu":
+        return {"cpu": asdict(device.arch)}
+    return {} if device.gpu is None else {"sms": device.gpu.sms}
+
+
+def lent_plans(log, parts, device):
+    """{part: keys of the best plans of the nearest device that has a log of what is tuned}, which is said. They are candidates like others:
+    nothing that was measured elsewhere counts here."""
+    here = Machine(device.slug, device.arch, device.gpu)
+    try:
+        found = nearest_record(log.path.parent.parent, log.subject, here)
+    except NoRecord:
+        return {}
+    for sentence in found.passed_over:
+        print(sentence)
+    plans = start_plans(found, parts)
+    count = sum(map(len, plans.values()))
+    print(f"{log.subject.name}: the search begins with {count} plans that were best on {found.lender}, {found.date}", flush=True)
+    return plans
 
 
 def left(limits, spent):

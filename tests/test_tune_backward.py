@@ -317,7 +317,7 @@ class TestRecord:
 
     def chosen(self, logs, plan="best"):
         args, device = self.given(logs, plan)
-        return options.chosen_gradients(args, device.slug, WORKLOAD, device.arch)
+        return options.chosen_gradients(args, device, WORKLOAD)
 
     def test_is_of_whole_gradients_that_were_proved(self, tuned):
         run = json.loads(next(tuned[0].glob(f"*/{NAME}/{log.RUN}")).read_text())
@@ -367,7 +367,7 @@ class TestRecord:
         args, device = self.given(tuned[0])
         args.backward = backward.ANY_ORDER
         with pytest.raises(log.LogError, match=r"a record of .*\+any-order for .* was wanted, found none in .*--backward any-order"):
-            options.tuned_gradients(args, device.slug, WORKLOAD, device.arch)
+            options.tuned_gradients(args, device, WORKLOAD)
 
 
 def test_the_timed_call_has_probabilities():

@@ -113,7 +113,7 @@ class TestRefused:
         assert "tuning needs the device itself, found sm_80, of which this machine has none" in capsys.readouterr().err
 
     def test_a_gpu_without_a_row(self, capsys, monkeypatch):
-        monkeypatch.setattr(cli, "_gpu", lambda: ("NVIDIA Future", (13, 7)))
+        monkeypatch.setattr(cli, "_gpu", lambda: ("NVIDIA Future", (13, 7), 200))
         assert command("--workload", "d64_f16_full") == cli.USAGE
         assert "compute capability 13.7 has no row in schedules/arch.py" in capsys.readouterr().err
 

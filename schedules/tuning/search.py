@@ -71,14 +71,16 @@ class Session:
     known         {(family name, plan): Outcome} of earlier sessions; grows
     declarations  {name of a space: structural hash of its declaration}, of the plans in `known`; grows
     champion      key of the best plan of earlier sessions, which the last round includes; None where there is none
+    hints         keys of plans to try before others: what was best on another device
     seed          of all draws
     threads       of MetaSchedule's search
     alone         nothing is built while a kernel is measured: for CPU kernels
     """
 
-    def __init__(self, name, spaces, shape, builder, runner, host, known, declarations, *, champion=None, seed=0, threads=1, alone=False):
+    def __init__(self, name, spaces, shape, builder, runner, host, known, declarations, *, champion=None, hints=(), seed=0,
+                 threads=1, alone=False):
         self.name, self.spaces, self.known, self.declarations, self.champion, self.seed = name, spaces, known, declarations, champion, seed
-        self.builder, self.runner, self.host, self.alone = builder, runner, host, alone
+        self.builder, self.runner, self.host, self.alone, self.hints = builder, runner, host, alone, hints
         np.random.seed(seed)  # an untrained XGBModel draws from NumPy's global state
         model = ms.cost_model.XGBModel(extractor=KnobFeatures(spaces), num_warmup_samples=12, verbose_eval=0, num_tuning_cores=threads)
         self.tasks = [Task(space, shape, model, known, seed + number, threads) for number, space in enumerate(spaces)]
@@ -155,14 +157,15 @@ class Session:
         return count if self._limits.trials is None else min(count, self._limits.trials - self.tried - pending)
 
     def _batch(self, count, taken):
-        """Up to `count` (task, plan) to try: a champion that is not known any more and the seeds of all spaces, then what the search of the
-        next task proposes."""
+        """Up to `count` (task, plan) to try: a champion that is not known any more, hints and the seeds of all spaces, then what the search
+        of the next task proposes."""
         if count <= 0:
             return []
         wanted = [(task, task.space.seed) for task in self.tasks]
         if self.champion is not None:
             owner = self.space_of(self.champion)
             wanted[:0] = [(task, self.champion[1]) for task in self.tasks if task.space is owner]
+        wanted[1:1] = [(task, key[1]) for key in self.hints for task in self.tasks if task.space is self.space_of(key)]
         seeds = [(task, plan) for task, plan in dict.fromkeys(wanted) if task.key(plan) not in {*self.known, *taken}]
         if seeds:
             return seeds[:count]

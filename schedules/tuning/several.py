@@ -111,11 +111,12 @@ class Sessions:
         return self.subject.declaration_of(winner.key, self.whole.arch)
 
 
-def session_of(subject, parts, champion, shape, builder, runner, host, known, declarations, **options):
+def session_of(subject, parts, champion, shape, builder, runner, host, known, declarations, hints=None, **options):
     """The Session of what is tuned; for gradients Sessions.
 
     parts     {part: spaces}, as `subject.parts`
     champion  key of the best plan of earlier sessions, which a winner must beat; None where there is none
+    hints     {part: keys of plans to try before others}; None: none
     options   further arguments of Session
     """
     first, own = next(iter(parts.values()))[0], {} if champion is None else subject.split(champion)
@@ -125,7 +126,8 @@ def session_of(subject, parts, champion, shape, builder, runner, host, known, de
     for part, spaces in parts.items():
         if part in own and not any(space.owns(*own[part]) for space in spaces):  # it is not searched around
             spaces = (*spaces, Space(subject.members()[own[part][0]], subject.workload, first.arch, own[part][1], ()))
-        sessions[part] = Session(subject.name, spaces, shape, builder, runner, host, known, declarations, champion=own.get(part), **options)
+        sessions[part] = Session(subject.name, spaces, shape, builder, runner, host, known, declarations, champion=own.get(part),
+                                 hints=(hints or {}).get(part, ()), **options)
     if subject.order is None:
         return sessions[part]
     family = first.family.family

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -172,19 +172,13 @@ def tune(tools, log, parts, shape):
         if winner.measured == "search" and run is not None and (run.get("best") or {}).get("measured") == "duel":
             winner = None  # interrupted: the plan that won the last duel stays until another one wins
         device = {"slug": tools.device.slug, "name": tools.device.description, "driver": cli.nvidia_driver(tools.device)}
-        conclude(log, session, shape, run, winner, {**device, **_unlisted(tools.device)},
-                 {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
+        conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
         print(f"{subject.name}: the whole story is in {write_report(log.path)}", flush=True)
     if winner is not None:
         family, plan = winner.key
         print(f"{subject.name}: best of {len(known)} plans by {winner.measured}: {speed(subject, shape, winner.seconds)}, "
               f"{family} {plan}", flush=True)
         print(f"{subject.name}: {gain(winner, session.default)}", flush=True)
-
-
-def _unlisted(device):
-    """Facts of a device that no row of schedules.arch has, for run.json: those of a CPU."""
-    return {"cpu": asdict(device.arch)} if device.kind == "cpu" else {}
 
 
 def left(limits, spent):

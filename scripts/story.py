@@ -38,10 +38,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Part:
-    """A function of the winner: the name of its family, its plan, rows of its budget (empty where it is not known), its loop nest."""
+    """A function of the winner: the name of its family, rows of its budget (empty where it is not known), its loop nest."""
 
     name: str
-    plan: object
     budget: tuple
     nest: str
 
@@ -141,7 +140,7 @@ class Story:
                 rows = member.budget(workload, self.arch, plan).rows
             except PlanError:
                 pass  # of sources with a larger budget: `stale` says that these differ
-        return Part(name, plan, rows, loop_nest(build.staged(sch, member, plan)))
+        return Part(name, rows, loop_nest(build.staged(sch, member, plan)))
 
     @cached_property
     def stale(self):

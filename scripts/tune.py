@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -175,7 +175,8 @@ def tune(tools, log, parts, shape):
         if winner.measured == "search" and run is not None and (run.get("best") or {}).get("measured") == "duel":
             winner = None  # interrupted: the plan that won the last duel stays until another one wins
         device = {"slug": tools.device.slug, "name": tools.device.description, "driver": cli.nvidia_driver(tools.device)}
-        device |= _facts(tools.device)
+        if tools.device.gpu is not None:
+            device["sms"] = tools.device.gpu.sms
         conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
         print(f"{subject.name}: the whole story is in {write_report(log.path)}", flush=True)
     if winner is not None:
@@ -183,13 +184,6 @@ def tune(tools, log, parts, shape):
         print(f"{subject.name}: best of {len(known)} plans by {winner.measured}: {speed(subject, shape, winner.seconds)}, "
               f"{family} {plan}", flush=True)
         print(f"{subject.name}: {gain(winner, session.default)}", flush=True)
-
-
-def _facts(device):
-    """What a log says of a device for others to look up: all of a CPU, of which schedules.arch has no row, and a GPU's multiprocessors."""
-    if device.kind == "cpu":
-        return {"cpu": asdict(device.arch)}
-    return {} if device.gpu is None else {"sms": device.gpu.sms}
 
 
 def lent_plans(log, parts, device):

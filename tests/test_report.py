@@ -2,7 +2,6 @@
 import json
 import re
 import shutil
-from dataclasses import asdict
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -172,7 +171,7 @@ def two_sessions(tmp_path_factory):
         winner = made.run(Limits(trials=trials))
         made.declarations[made.space_of(winner.key).name] = records.declaration_of(stand_in, WORKLOAD, winner.key[1])
         place.write_measured(known, made.declarations, SHAPE)
-        conclude(place, made, SHAPE, run, winner, {"slug": SLUG, "name": "somelake", "cpu": asdict(ARCH)}, {"seed": 0})
+        conclude(place, made, SHAPE, run, winner, {"slug": SLUG, "name": "somelake"}, {"seed": 0})
         run = place.read_run()
     return root, known
 

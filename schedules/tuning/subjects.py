@@ -88,9 +88,9 @@ class ForwardPass:
         spaces = spaces_of([self.families()[key[0]]], self.workload, arch)
         return any(space.owns(*key) and space.fits(key[1]) for space in spaces)
 
-    def case(self, shape, scale, arguments, seed, device):
-        """The gate's Case of a shape, on seeded inputs."""
-        q, k, v = reference.make_inputs(self.workload, shape, seed)
+    def case(self, shape, scale, arguments, seed, device, inputs=None):
+        """The gate's Case of a shape, on seeded inputs, or on (q, k, v)."""
+        q, k, v = inputs or reference.make_inputs(self.workload, shape, seed)
         answers = reference.forward(self.workload, q, k, v, scale, arguments)
         judge = _judge(lambda found, bounds: reference.mismatch(*found, *answers, *bounds),
                        lambda yardstick: reference.tolerances(self.workload, q, k, v, scale, arguments, answers, yardstick=yardstick))
@@ -164,8 +164,8 @@ class BackwardPass:
         parts = self.parts((self.families()[key[0]],), arch)
         return all(any(space.owns(*own) and space.fits(own[1]) for space in parts[role]) for role, own in self.split(key).items())
 
-    def case(self, shape, scale, arguments, seed, device):
-        q, k, v = reference.make_inputs(self.workload, shape, seed)
+    def case(self, shape, scale, arguments, seed, device, inputs=None):
+        q, k, v = inputs or reference.make_inputs(self.workload, shape, seed)
         dout = np.random.default_rng([seed, 1]).standard_normal((*q.shape[:3], v.shape[3]), np.float32).astype(q.dtype)
         given, answers, lse = reference.backward_case(self.workload, dout, q, k, v, scale, arguments)
 

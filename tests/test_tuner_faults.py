@@ -86,6 +86,18 @@ class TestNeverWrong:
         assert any(case.shape.q_len > case.shape.kv_len for case in made), "rows without keys"
         assert max(case.shape.kv_len for case in made) > max(shape.kv_len for shape, _ in gate.SHAPES)
 
+    @pytest.mark.parametrize("hard, allowed", [(False, 0.99), (True, 1.99)])
+    def test_right_gradients_may_be_off_a_little_more_on_hard_inputs_only(self, hard, allowed):
+        subject, shape = BackwardPass(Workload(64, 64, "float32", "causal")), Shape(1, 1, 1, 17, 17)
+        inputs = reference.make_inputs(subject.workload, shape, 0)
+        case = subject.case(shape, 0.125, (), 0, CPU, inputs if hard else None)
+        given = [x.numpy() for x in case.inputs[:4]]
+        bounds = reference.backward_tolerances(subject.workload, *given, case.answers, 0.125)
+        for factor, passes in ((allowed, True), (allowed + 0.02, False)):
+            found = [answer.copy() for answer in case.answers]
+            found[0].flat[0] += factor * bounds[0]
+            assert (case.judge(found) is None) == passes
+
     def test_a_kernel_that_overflows_at_large_scores_passes_the_ragged_gate_alone(self):
         def careless(q, k, v, out, lse, scale):
             """Without the maximum of a row."""
@@ -119,6 +131,7 @@ def scripted(*script, served=1, kind="cpu"):
     """A GatedRunner whose process answers by a script."""
     made = GatedRunner(kind, None)
     made._worker, made.setting = ScriptedWorker(*script, served=served), Setting(kind, ForwardPass(WORKLOAD), SHAPE)
+    made._suspect = False
     return made
 
 
@@ -145,13 +158,27 @@ class TestNeverStuck:
 
     def test_one_that_hangs_is_not_asked_again(self):
         made = scripted(HANG)
-        assert measured(made).error_msg == f"hangs: not measured within {runner.TIMEOUT} s"
+        assert measured(made).error_msg == f"hangs: not measured within {runner.TIMEOUT} s" and len(made._worker.asked) == 1
+
+    def test_a_hang_is_short_where_inputs_are_at_hand_and_no_longer_than_what_is_left(self):
+        made = scripted(PASSED, PROOF, HANG, True, HANG, True, HANG, kind="cuda")
+        for left, said in ((None, None), (None, "hangs: not measured within 10 s"), (None, "hangs: not measured within 60 s"),
+                           (4, reasons.OUT_OF_TIME)):
+            made.left = lambda: left
+            assert measured(made).error_msg == said
+        assert [timeout for name, _, timeout in made._worker.asked if name != "answers"] == [60, 60, 10, 60, 4]
 
     def test_the_next_one_is_measured_in_a_new_process_once_the_device_answers(self):
         made = scripted(TRAP, True, PASSED, PROOF, served=0)
         assert measured(made).error_msg is not None and measured(made).error_msg is None
         assert [(name, alone) for name, alone, _ in made._worker.asked] == [
             ("measure", True), ("answers", True), ("measure", False), ("prove", False)]
+
+    def test_a_device_that_is_not_there_refuses_nobody(self):
+        made = GatedRunner("cuda", None)
+        made.setting = Setting("cuda", ForwardPass(WORKLOAD), SHAPE)
+        made._worker = ScriptedWorker(RuntimeError("Traceback ...\nToolkitError: a driver is needed"), served=0)
+        assert measured(made).error_msg.startswith(f"{reasons.LOST}, found ToolkitError: a driver is needed: see to")
 
     @pytest.mark.parametrize("answer, said", [(False, "another number"), (RuntimeError("no CUDA device"), "no CUDA device")])
     def test_a_device_that_is_gone_ends_the_session_and_refuses_nobody_else(self, answer, said):

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from tvm.s_tir import meta_schedule as ms
 
+from schedules import backward
 from schedules.arch import CUDA_ARCHS, cuda_arch
 from schedules.lowering.toolkit import run_c_compiler
 from schedules.tuning import log, reasons, run_worker, search
@@ -21,7 +22,7 @@ from schedules.tuning.last_round import Winner
 from schedules.tuning.log import Outcome
 from schedules.tuning.search import Limits
 from schedules.tuning.sensors import Sensors, summary
-from schedules.tuning.subjects import ForwardPass, subject_named
+from schedules.tuning.subjects import ForwardPass, subject_named, subject_of
 from schedules.tuning.transfer import hints
 from tests import fake_tuner, stand_in
 from tests.commands import command
@@ -295,6 +296,18 @@ class TestQuick:
         assert len(self.hinted(tmp_path)[1][None]) == 1, "the best stands in run.json too"
         (folder / log.RUN).write_text("{")
         assert self.hinted(tmp_path) == (None, {})
+
+    @pytest.mark.parametrize("order", [None, backward.IN_ORDER])
+    def test_a_cpu_begins_with_what_was_best_on_another_for_each_function(self, tmp_path, order):
+        subject = subject_of(WORKLOAD, order)
+        parts = subject.parts(subject.takers(ARCH), ARCH)
+        ranked = {part: [(spaces[0].family.NAME, plan) for plan in spaces[0].fitting_plans()[:6]] for part, spaces in parts.items()}
+        other = log.Log(tmp_path, "another-cpu", subject, ARCH)
+        other.write_measured({key: Outcome(1e-3 * (9 - n)) for keys in ranked.values() for n, key in enumerate(keys)}, {}, SHAPE)
+        other.write_run({"workload": subject.name, "arch": ARCH.name, "device": {"slug": "another-cpu"}, "shape": log.data_of(SHAPE),
+                         "best": None, "sessions": []})
+        nearest, found = hints(tmp_path, SLUG, subject, ARCH, parts)
+        assert nearest == "another-cpu" and found == {part: keys[:1:-1] for part, keys in ranked.items()}
 
     def test_hints_are_tried_behind_the_default_plan(self):
         hint = "stand_in", spaces()[0].seed.but(lanes=4, spare=3)

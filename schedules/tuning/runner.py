@@ -40,7 +40,7 @@ class GatedRunner(ms.runner.PyRunner):
         self.left = lambda: None
         self.found = {}
         self._settled = None  # the setting of which the process has its inputs
-        self._suspect = False  # whether the last kernel broke a process of its own
+        self._suspect = True  # whether the device must show that it is there: at first, and after a kernel that broke or hung its process
 
     def run(self, runner_inputs):
         return [self._measure(str(entry.artifact_path)) for entry in runner_inputs]
@@ -81,17 +81,20 @@ class GatedRunner(ms.runner.PyRunner):
         """What a function says, or {"refused": why} where the process breaks, twice if it had served others before."""
         alone = self._worker.served == 0
         found = self._ask(function, *arguments)
-        if not alone and _broken(found):
+        if not alone and _broken(found, CRASHES, FAILS):
             found = self._ask(function, *arguments)
-        self._suspect = _broken(found)
+        self._suspect = _broken(found, CRASHES, FAILS, HANGS)
         return found
 
     def _ask(self, function, *arguments):
-        usual, left = LATER[self._kind] if self._settled == self.setting and self._worker.served else TIMEOUT, self.left()
+        at_hand = function is run_worker.measure and self._settled == self.setting
+        usual, left = LATER[self._kind] if at_hand else TIMEOUT, self.left()
         usual *= len(arguments[0]) if function is run_worker.duel else 1
-        self._settled, timeout = self.setting, usual if left is None else min(usual, left)
+        self._settled, timeout = None, usual if left is None else min(usual, left)
         try:
-            return self._worker.ask(timeout, function, *arguments)
+            found = self._worker.ask(timeout, function, *arguments)
+            self._settled = self.setting
+            return found
         except TimeoutError:
             return {"refused": reason(HANGS, f"not measured within {usual} s") if timeout == usual else OUT_OF_TIME}
         except ChildProcessError:
@@ -101,7 +104,7 @@ class GatedRunner(ms.runner.PyRunner):
             return {"refused": reason(FAILS, _last_line(error))}
 
     def _lost(self):
-        """None, or a sentence where the device has not survived the last kernel: the next ones shall not be refused for it."""
+        """None, or a sentence where the device is not there, or not any more: no plan shall be refused for it."""
         if not self._suspect:
             return None
         self._suspect = False
@@ -109,17 +112,16 @@ class GatedRunner(ms.runner.PyRunner):
             sound, found = self._worker.ask(TIMEOUT, run_worker.answers, self._kind), "another number"
         except Exception as error:  # whatever it is, no kernel is to blame
             sound, found = False, _last_line(error)
-        return None if sound else (f"{LOST}, found {found} after a kernel that failed: what was measured is kept, so see to the device and "
-                                   "run the same command again")
+        return None if sound else f"{LOST}, found {found}: see to the device and run the same command again; what was measured is kept"
 
     def close(self):
         """End the process."""
         self._worker.restart()
 
 
-def _broken(found):
-    """Whether what came back says that the process, or its context, is of no more use."""
-    return isinstance(found, dict) and kind_of(found.get("refused", "")) in (CRASHES, FAILS)
+def _broken(found, *kinds):
+    """Whether what came back is a refusal of one of some kinds."""
+    return isinstance(found, dict) and kind_of(found.get("refused", "")) in kinds
 
 
 def _last_line(error):

@@ -207,11 +207,9 @@ class Session:
         of the next task proposes."""
         if count <= 0:
             return []
-        wanted = [(task, task.space.seed) for task in self.tasks]
-        if self.champion is not None:
-            owner = self.space_of(self.champion)
-            wanted[:0] = [(task, self.champion[1]) for task in self.tasks if task.space is owner]
-        wanted[1:1] = [(task, key[1]) for key in self.hints for task in self.tasks if task.space is self.space_of(key)]
+        first, *others = [task.key(task.space.seed) for task in self.tasks]
+        keys = [*([self.champion] if self.champion else []), first, *self.hints, *others]
+        wanted = [(task, key[1]) for key in keys for task in self.tasks if task.space is self.space_of(key)]
         seeds = [(task, plan) for task, plan in dict.fromkeys(wanted) if task.key(plan) not in {*self.known, *taken}]
         if seeds:
             return seeds[:count]

@@ -30,10 +30,11 @@ from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.log import Log, locked
 from schedules.tuning.nearest import Machine, nearest_record, start_plans
 from schedules.tuning.records import NoRecord
+from schedules.tuning.reasons import told
 from schedules.tuning.results import champion_of, conclude
 from schedules.tuning.run_worker import Setting
 from schedules.tuning.runner import GatedRunner
-from schedules.tuning.search import Host, Limits, TuneError
+from schedules.tuning.search import PATIENCE, Host, Limits, TuneError
 from schedules.tuning.several import session_of
 from schedules.tuning.subjects import subject_of
 from scripts import cli, options
@@ -158,6 +159,9 @@ def tune(tools, log, parts, shape):
         first = {} if champion is not None else lent_plans(log, parts, tools.device)
         log.check_database()
         known, declarations = log.read_measured(subject.members(), shape)
+        if log.torn is not None:
+            print(f"{subject.name}: the file of measured plans is torn behind {log.torn} of them, which count; the others are tried again",
+                  flush=True)
         if known:
             print(f"{subject.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
         host = Host(time.monotonic, tools.stop, Lines(subject, shape).show, lambda: log.write_measured(known, declarations, shape))
@@ -179,6 +183,10 @@ def tune(tools, log, parts, shape):
             device["sms"] = tools.device.gpu.sms
         conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
         print(f"{subject.name}: the whole story is in {write_report(log.path)}", flush=True)
+    if session.ended_early:
+        print(f"{subject.name}: the search has ended since its last {PATIENCE} plans brought no gain; run it again to go on", flush=True)
+    if any(outcome.refused for outcome in known.values()):
+        print(f"{subject.name}: refused {told(known.values())}", flush=True)
     if winner is not None:
         family, plan = winner.key
         print(f"{subject.name}: best of {len(known)} plans by {winner.measured}: {speed(subject, shape, winner.seconds)}, "

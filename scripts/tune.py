@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -172,8 +172,6 @@ def tune(tools, log, parts, shape):
         if winner.measured == "search" and run is not None and (run.get("best") or {}).get("measured") == "duel":
             winner = None  # interrupted: the plan that won the last duel stays until another one wins
         device = {"slug": tools.device.slug, "name": tools.device.description, "driver": cli.nvidia_driver(tools.device)}
-        if tools.device.kind == "cpu":
-            device["cpu"] = asdict(tools.device.arch)  # no row of schedules.arch that others could look up
         if tools.device.gpu is not None:
             device["sms"] = tools.device.gpu.sms
         conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})

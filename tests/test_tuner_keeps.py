@@ -125,6 +125,22 @@ class TestNeverLost:
         session(builder, known=known).run(Limits(trials=3))
         assert not {plan for plan, whole in builder.begun if not whole} & {plan for _, plan in tried}
 
+    @pytest.mark.parametrize("noted", [{}, {"a name that spaces had before": "declaration 16"}])
+    def test_what_no_declaration_is_on_record_of_is_forgotten(self, noted):
+        """Where a field has become a knob, a space has another name: its plans would be trusted unseen."""
+        known = {("stand_in", spaces()[0].seed): Outcome(seconds=1e-9), ("stand_in", spaces()[1].seed): Outcome(refused="wrong")}
+        made = session(known=known, declarations=noted)
+        made.run(Limits(trials=1))
+        assert len(known) == 1 and all(outcome.seconds != 1e-9 for outcome in known.values())
+
+    def test_refusals_are_of_a_declaration_too(self):
+        made = session(runner=FakeRunner(refuse=lambda plan: plan.q_tile != 16 or plan.kv_tile != 32))
+        made.run(Limits(trials=4))
+        assert set(made.declarations) == {made.space_of(key).name for key in made.known} and len(made.declarations) == 3
+        builder, known = FakeBuilder(), dict(made.known)
+        session(builder, known=known, declarations={**made.declarations, spaces()[1].name: "another"}).run(Limits(trials=1))
+        assert [plan for plan, whole in builder.begun if not whole] == [spaces()[1].seed], "only what it changed for is tried again"
+
     def test_a_log_of_another_version_is_refused_by_name(self, written):
         made, _ = written
         path = made.path / log.MEASURED

@@ -111,6 +111,8 @@ class Session:
         self._rebuild_best(times)
         self._search(times)
         self._refer_to(None, None)
+        if not self.host.stop():
+            self._note_declarations()
         if self.known:
             self.host.save()
 
@@ -119,13 +121,18 @@ class Session:
         return left_until(times.measure if self.ranking() else times.end, self.host)
 
     def _drop_stale(self):
-        """Forget what earlier sessions found of declarations that have changed since."""
-        spaces = [space for space in self.spaces if space.name in self.declarations]
-        for name, declaration in self.builder.declarations(spaces).items():
-            if declaration != self.declarations.pop(name):
-                for key in [key for key in self.known if (space := self.space_of(key)) and space.name == name]:
-                    del self.known[key]
-            self.declarations[name] = declaration
+        """Forget what earlier sessions found of declarations that have changed since, or that nothing is on record of."""
+        today = self.builder.declarations([space for space in self.spaces if space.name in self.declarations])
+        for key in list(self.known):
+            space = self.space_of(key)
+            if space is not None and (space.name not in today or today[space.name] != self.declarations[space.name]):
+                del self.known[key]
+        self.declarations.update(today)
+
+    def _note_declarations(self):
+        """Put on record what refused plans are of, too: those that passed have told themselves."""
+        tried = {space.name: space for space in map(self.space_of, self.known) if space and space.name not in self.declarations}
+        self.declarations.update(self.builder.declarations(list(tried.values())))
 
     def _rebuild_best(self, times):
         """Build the best plan of earlier sessions again, since others are timed in turn with it. What fails today is refused."""

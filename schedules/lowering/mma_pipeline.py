@@ -40,5 +40,6 @@ pass_lists.register("flashtir_mma", [
     tirx.transform.ConvertSSA(),
     skip_empty_tiles(),
     tirx.transform.StmtSimplify(),
+    rewrite.put_back(),
     rewrite.truncated_division(),
 ])

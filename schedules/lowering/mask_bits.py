@@ -104,19 +104,32 @@ def _ones(count):
     return tirx.Select(count > 0, tirx.shift_right(_ALL, (WORD - kept).astype("uint32")), _NONE)
 
 
-def _word(condition, place, columns, column_vars):
-    """Bits that say of up to 32 columns from `place` on where a condition holds."""
-    if isinstance(condition, (tirx.And, tirx.Or)):
-        combine = tirx.bitwise_and if isinstance(condition, tirx.And) else tirx.bitwise_or
-        return combine(*(_word(part, place, columns, column_vars) for part in (condition.a, condition.b)))
-    ana, margin = Analyzer(), _margin(condition)
-    growth = slope(margin, column_vars[-1])
-    at_first = ana.simplify(rewrite.substitute(margin, {var: tirx.IntImm("int32", 0) for var in column_vars}))
-    if growth == 0:
-        return tirx.Select(at_first >= 0, _ALL, _NONE)
-    end = ana.simplify(at_first + 1 if growth < 0 else 0 - at_first)
-    ones = _ones(columns.before(end) - place)
-    return ones if growth < 0 else tirx.bitwise_not(ones)
+class _Words:
+    """Words of one row: (condition, place of the first column) -> bits that say of up to 32 columns where the condition holds.
+
+    binds  what they use: an end of a range stands in a word eight times, and simplified in each, that of a window took most of lowering
+    """
+
+    def __init__(self, columns, column_vars):
+        self.columns, self.column_vars, self.binds = columns, column_vars, []
+
+    def word(self, condition, place):
+        if isinstance(condition, (tirx.And, tirx.Or)):
+            combine = tirx.bitwise_and if isinstance(condition, tirx.And) else tirx.bitwise_or
+            return combine(*(self.word(part, place) for part in (condition.a, condition.b)))
+        ana, margin = Analyzer(), _margin(condition)
+        growth = slope(margin, self.column_vars[-1])
+        at_first = ana.simplify(rewrite.substitute(margin, {var: tirx.IntImm("int32", 0) for var in self.column_vars}))
+        if growth == 0:
+            return tirx.Select(at_first >= 0, _ALL, _NONE)
+        end = self._held(ana.simplify(at_first + 1 if growth < 0 else 0 - at_first))
+        ones = _ones(self.columns.before(end) - place)
+        return ones if growth < 0 else tirx.bitwise_not(ones)
+
+    def _held(self, end):
+        var, bind = rewrite.set_aside("end_seen", end)
+        self.binds.append(bind)
+        return var
 
 
 def _by_bits(loops, store, over, columns):
@@ -127,11 +140,11 @@ def _by_bits(loops, store, over, columns):
     stmts = []
     for point in itertools.product(*(range(int(loop.extent)) for loop in rows)):
         row = {loop.loop_var: tirx.IntImm("int32", at) for loop, at in zip(rows, point)}
-        held = []
+        words, held = _Words(columns, column_vars), []
         for first in range(0, columns.number, WORD):
-            held.append(tirx.Var(SEEN, "uint32"))
-            stmts.append(tirx.Bind(held[-1], _word(rewrite.substitute(condition, row), first, columns, column_vars)))
-        word = functools.reduce(lambda others, n: tirx.Select(place < n * WORD, others, held[n]), range(1, len(held)), held[0])
+            held.append(tirx.Bind(tirx.Var(SEEN, "uint32"), words.word(rewrite.substitute(condition, row), first)))
+        stmts += [*words.binds, *held]
+        word = functools.reduce(lambda others, n: tirx.Select(place < n * WORD, others, held[n].var), range(1, len(held)), held[0].var)
         bit = tirx.bitwise_and(word, tirx.shift_left(tirx.const(1, "uint32"), (place % WORD).astype("uint32")))
         chosen = tirx.if_then_else(bit != tirx.const(0, "uint32"), value, otherwise)
         body = rewrite.substitute(tirx.BufferStore(store.buffer, chosen, store.indices), row)

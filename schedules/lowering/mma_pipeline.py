@@ -4,7 +4,7 @@ The software pipeline is annotated from the plan's integer, and Q's copy made as
 first tile without mask. There is no common-subexpression pass, which would hide lane strides from LowerWarpMemory. The rescale is made
 conditional once fragments are plain registers, where its factors have constant indices.
 """
-from tvm import s_tir, tirx
+from tvm import tirx
 
 from schedules.lowering import masked_tiles, pass_lists, rewrite
 from schedules.lowering.aligned_strides import aligned_strides
@@ -27,7 +27,7 @@ pass_lists.register("flashtir_mma", [
     *pass_lists.flatten(),
     aligned_strides("O"),  # cp.async takes 16 bytes at any address
     *pass_lists.split_key_loop([masked_tiles.split_masked_tiles(), rewrite.release_held()]),  # held, they would take more instructions
-    *pass_lists.loops_to_statements(hoist=[s_tir.transform.LowerAsyncDMA()]),
+    *pass_lists.loops_to_statements(),
     *pass_lists.statements_to_function(behind_barriers=[few_barriers()]),
 ], device=[
     rewrite.lower_all_warp_memory(),
@@ -40,5 +40,6 @@ pass_lists.register("flashtir_mma", [
     tirx.transform.ConvertSSA(),
     skip_empty_tiles(),
     tirx.transform.StmtSimplify(),
+    rewrite.put_back(),
     rewrite.truncated_division(),
 ])

@@ -18,30 +18,31 @@ TO_AND_FRO, FAIR = 0, 1
 LAST_WAVES = 3
 
 
-def deal(order, wave, block, blocks, heads, tiles):
+def deal(order, wave, block, blocks, heads, tiles, named=lambda name, value: value):
     """Number of the tile that a block takes in a wave; heads * tiles or more where it takes none.
 
     order   TO_AND_FRO or FAIR
     blocks  blocks of the grid
     heads   heads times batch entries
     tiles   query tiles of a head
+    named   function (name, value) -> what stands for a value that is used in several places
     All are integers, of Python or of TIR, or arrays of them; the result is a permutation of the heads * tiles tiles over waves and blocks.
     """
-    total, turned = heads * tiles, select(remainder(wave, 2), blocks - 1 - block, block)
+    total, turned = heads * tiles, named("turned", select(remainder(wave, 2), blocks - 1 - block, block))
     if order == TO_AND_FRO:
         return wave * blocks + turned
     waves = divide(total + blocks - 1, blocks)
-    pairs = minimum(maximum(divide(waves - LAST_WAVES, 2), 0), divide(divide(heads, 2) * tiles, blocks))  # of a block
+    pairs = named("pairs", minimum(maximum(divide(waves - LAST_WAVES, 2), 0), divide(divide(heads, 2) * tiles, blocks)))  # of a block
     number = divide(wave, 2) * blocks + block
     head, shorter = divide(number, tiles) * 2, remainder(number, tiles)
     pair = select(remainder(wave, 2), (head + 2) * tiles - 1 - shorter, head * tiles + shorter)
 
     # What the pairs leave: whole heads, and of the two before them the tiles that are not in pairs yet, `begun` of either are. Sorted, the
     # tiles of one length stand side by side: first and last that of one of the two and of each whole head, in between of both or none.
-    first, begun = divide(pairs * blocks, tiles) * 2, remainder(pairs * blocks, tiles)
+    first, begun = divide(pairs * blocks, tiles) * 2, named("begun", remainder(pairs * blocks, tiles))
     near, far = minimum(begun, tiles - begun), maximum(begun, tiles - begun)
     whole = heads - first - select(less(0, begun), 2, 0)
-    outer, inner = whole + 1, select(less(begun, far), heads - first, whole)
+    outer, inner = whole + 1, named("inner", select(less(begun, far), heads - first, whole))
     place = (wave - pairs * 2) * blocks + turned
     middle = place - near * outer
     end = middle - (far - near) * inner

@@ -43,6 +43,33 @@ def held(name, value):
     return var, tirx.Bind(var, tirx.call_extern("int32", HELD, value))
 
 
+ASIDE = "flashtir_aside"
+
+
+def set_aside(name, value):
+    """(variable, its Bind) of an integer that TVM's simplifier is to see once and not wherever it is used, until `put_back`."""
+    var = tirx.Var(name, "int32")
+    return var, tirx.Bind(var, tirx.call_extern("int32", ASIDE, value))
+
+
+@function_pass("flashtir.PutBack")
+def put_back(func):
+    """Put what was set aside in the places where it is used."""
+    values = {}
+
+    def take(seq):
+        rest = []
+        for stmt in seq.seq:
+            if isinstance(stmt, tirx.Bind) and is_extern(stmt.value, ASIDE):
+                values[stmt.var] = substitute(stmt.value.args[1], values)
+            else:
+                rest.append(stmt)
+        return seq if len(rest) == len(seq.seq) else rest[0] if len(rest) == 1 else tirx.SeqStmt(rest)
+
+    body = tvm_ffi.structural_map(func.body, (tirx.SeqStmt, take))
+    return func.with_body(substitute(body, values)) if values else func
+
+
 def is_call(expr, name):
     return isinstance(expr, tvm.ir.Call) and getattr(expr.op, "name", "").split(".")[-1] == name
 

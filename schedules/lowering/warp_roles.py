@@ -204,9 +204,14 @@ class _Roles(Turns, Exchange):
             body = _sequence([*self.take_work(wave), body])
         rows, heads, batch, box_rows = self.loads[events.Q].args[4:8]
         query_tiles = tirx.truncdiv(rows + (box_rows - 1), box_rows)
-        dealt = order_of_work.deal(self.order_of_work, wave, self.grid.node.var, blocks, batch * heads, query_tiles)
-        number = tirx.Var("tile", "int32")
-        body = _sequence([tirx.Bind(number, once(dealt)),
+        number, binds = tirx.Var("tile", "int32"), []
+
+        def named(name, value):
+            var, bind = rewrite.set_aside(name, value)  # simplified wherever it is used, it took a third of lowering
+            binds.append(bind)
+            return var
+        dealt = order_of_work.deal(self.order_of_work, wave, self.grid.node.var, blocks, batch * heads, query_tiles, named)
+        body = _sequence([*binds, tirx.Bind(number, once(dealt)),
                           substitute(body, {self.grid.node.var: number - wave * blocks})])
         return _sequence([tirx.AllocBuffer(counts), tirx.BufferStore(counts, _number(0), [_number(0)]),
                           tirx.For(wave, loop.min, loop.extent, loop.kind, body, None, {"disable_unroll": True}, loop.step),

@@ -46,6 +46,7 @@ pass_lists.register("flashtir_wgmma", [
     wide_stores(),
     tirx.transform.ConvertSSA(),
     tirx.transform.StmtSimplify(),
+    rewrite.put_back(),
     rewrite.release_held(),
     rewrite.hoist_divisions(),  # last: StmtSimplify puts the value of a binding back where it is used
     rewrite.wide_indices(),

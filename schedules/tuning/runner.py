@@ -20,11 +20,12 @@ class GatedRunner(ms.runner.PyRunner):
 
     kind     "cuda" or "cpu"
     toolkit  Toolkit for CUDA, None for CPU kernels, whose number of threads the environment variable TVM_NUM_THREADS says
+    start    function (kind, toolkit) that prepares the process
     """
 
-    def __init__(self, kind, toolkit):
+    def __init__(self, kind, toolkit, start=run_worker.start):
         super().__init__()
-        self._worker = PopenWorker(run_worker.start, (kind, toolkit), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._worker = PopenWorker(start, (kind, toolkit), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.setting = None
         self.best_seconds = None
         self.errors = {}

@@ -26,8 +26,9 @@ from scripts import cli, options, remote
 
 HERE = "127.0.0.1"
 TRACKER_PORT, WORKER_PORT, WORKER_PORTS = 9190, 9091, 100
-#: Seconds between looks at a worker's server.
+#: Seconds between looks at a worker's server; how often and how long the tracker is asked whether it knows the first one.
 LOOK = 1.0
+REGISTERED_LOOK, REGISTERED_LOOKS = 0.1, 100
 
 
 def make_parser():
@@ -81,13 +82,10 @@ def work(args):
                              f"{args.host}: name an address of this machine")
     try:
         fleet_link.ask_tracker(args.tracker, TrackerCode.SUMMARY)
+        server = _registered(args, device)
     except fleet_link.NoTracker as error:
         raise FleetError(f"a tracker was wanted at {args.tracker[0]}:{args.tracker[1]}, found {error}: start python -m scripts.fleet "
                          "tracker there, or correct --tracker") from error
-    # Sessions work in folders of their own, from which their processes must find the project, and a user's masks.
-    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(cli.ROOT), *paths])
-    server = _serve(args, device)
     cli.echo(command="fleet worker", device=device.description, slug=device.slug, target=device.arch.name, key=args.key,
              tracker=":".join(map(str, args.tracker)), listens=f"{args.host}:{server.port}")
     try:
@@ -113,6 +111,20 @@ def _serve(args, device):
                           server_init_callback=functools.partial(fleet_worker.offer, facts, toolkit))
     except Exception as error:  # of whatever type it was in that process, with a traceback for a text
         raise _no_address(args, error) from error
+
+
+def _registered(args, device):
+    """The first server, once the tracker lists it; FleetError where it does not, NoTracker."""
+    # Sessions work in folders of their own, from which their processes must find the project, and a user's masks.
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(cli.ROOT), *paths])
+    server = _serve(args, device)
+    for _ in range(REGISTERED_LOOKS):
+        told = fleet_link.ask_tracker(args.tracker, TrackerCode.SUMMARY)
+        if any(entry["key"] == f"server:{args.key}" and entry["addr"][1] == server.port for entry in told["server_info"]):
+            return server
+        threading.Event().wait(REGISTERED_LOOK)
+    raise FleetError(f"a worker was to be listed by the tracker at {args.tracker[0]}:{args.tracker[1]}, found that it is not: start anew")
 
 
 def _alive(server):

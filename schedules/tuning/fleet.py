@@ -24,6 +24,8 @@ ATTEMPTS = 3
 CONNECT_SECONDS, SLACK = 30, 30
 #: Seconds between looks for more workers while work waits, and without any worker until the fleet is given up.
 LOOK, PATIENCE = 1.0, 30.0
+#: Looks at workers that are all busy before a tuner says so: one that has just started, or was just given back, is free in a moment.
+FIRST_LOOKS = 5
 #: Workers that are connected to at the same time, at most.
 AT_ONCE = 8
 
@@ -56,7 +58,13 @@ class Fleet:
         self.losses, self.names = [], []
         self._idle, self._links, self._unwanted = [], set(), {}
         self._changed, self._enlisting, self._closed = threading.Condition(), threading.Lock(), False
+        self._busy = False  # whether the last look found workers of the key, none of them free
         why = self._enlist()
+        for _ in range(FIRST_LOOKS):
+            with self._changed:
+                if not self._busy or self._changed.wait(LOOK):
+                    break
+            why = self._enlist()
         if not self._links:
             self.close()
             raise FleetError(why)
@@ -152,6 +160,7 @@ class Fleet:
                     "correct --rpc")
         free = told["queue_info"].get(self.key, {"free": 0})["free"]
         keys = [entry["key"].removeprefix("server:") for entry in told["server_info"]]
+        self._busy = not free and self.key in keys
         if not free:
             return self._missing(keys)
         with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as threads:

@@ -8,8 +8,8 @@ import struct
 from tvm import rpc
 from tvm.rpc import base
 
-from schedules.tuning.fleet_worker import ASK
-
+#: Name of the function that a worker's session offers: text of a request -> text of the answer (fleet_worker).
+ASK = "flashtir.ask"
 #: Seconds that a tracker may take for each step of a conversation.
 TRACKER_SECONDS = 5.0
 

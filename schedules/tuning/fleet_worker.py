@@ -21,12 +21,11 @@ import tvm_ffi
 from tvm.s_tir import meta_schedule as ms
 
 from schedules.tuning import run_worker
+from schedules.tuning.fleet_link import ASK
 from schedules.tuning.log import shape_of
 from schedules.tuning.runner import GatedRunner
 from schedules.tuning.subjects import subject_named
 
-#: Name of the function that a session offers: text of a request -> text of the answer.
-ASK = "flashtir.ask"
 #: Linux's prctl: which signal a process gets when the thread that started it ends.
 _PR_SET_PDEATHSIG = 1
 

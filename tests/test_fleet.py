@@ -2,27 +2,31 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from tvm.rpc.base import TrackerCode
 
 from schedules import registry
+from schedules.arch import CUDA_ARCHS
 from schedules.lowering.toolkit import run_c_compiler
 from schedules.tuning import fleet, log
 from schedules.tuning.build_worker import Job, make
 from schedules.tuning.fleet import Fleet, FleetError, sound
 from schedules.tuning.fleet_link import ask_tracker
 from schedules.tuning.fleet_tools import FleetRunner
+from schedules.tuning.fleet_worker import facts_of
 from schedules.tuning.run_worker import Setting
 from schedules.tuning.subjects import ForwardPass
-from scripts import cli, options, tune
+from scripts import cli, options, remote, tune
 from tests import stand_in
 from tests.commands import command
 from tests.fake_tuner import SHAPE, WORKLOAD, spaces
@@ -186,11 +190,14 @@ class TestAtTheWorkers:
         change(facts)
         assert re.match(why, str(held._why_not(facts)))
 
-    def test_one_whose_session_is_killed_comes_back(self, two, held, artefact, tmp_path, monkeypatch):
-        monkeypatch.setattr(fleet, "ATTEMPTS", 1)
+    def test_one_that_stands_still_is_given_up_and_comes_back_once_its_session_is_killed(self, two, held, artefact, tmp_path, monkeypatch):
+        for name, value in (("ATTEMPTS", 1), ("TIMEOUT", 5), ("SLACK", 5)):
+            monkeypatch.setattr(fleet, name, value)
         session = lambda link: psutil.Process(two.workers[link.name].pid).children()[0].children()[0]  # noqa: E731
-        found, name, _ = kill_at_work(held, artefact, tmp_path, session)
-        assert found["refused"].startswith("lost with 1 workers, the last of which: the connection broke")
+        found, name, (stopped, *_) = at_work(held, artefact, tmp_path, session, signal.SIGSTOP)
+        assert found["refused"] == "lost with 1 workers, the last of which: no answer within 10 s"
+        stopped.kill()
+        monkeypatch.undo()
         other = held._idle.pop()  # let it be busy
         assert len(measured(held, artefact)["seconds"]) == 3
         assert [entry.split()[0] for entry in held.names].count(name) == 2
@@ -198,7 +205,8 @@ class TestAtTheWorkers:
 
     def test_one_that_is_killed_costs_its_candidate_one_more_try(self, two, held, artefact, tmp_path):
         before = held.size
-        found, name, below = kill_at_work(held, artefact, tmp_path, lambda link: psutil.Process(two.workers[link.name].pid))
+        worker = lambda link: psutil.Process(two.workers[link.name].pid)  # noqa: E731
+        found, name, (_, *below) = at_work(held, artefact, tmp_path, worker, signal.SIGKILL)
         two.workers.pop(name).wait()
         assert len(found["seconds"]) == 3
         loss = held.losses[-1]
@@ -208,18 +216,18 @@ class TestAtTheWorkers:
         eventually(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below))
 
 
-def kill_at_work(held, artefact, folder, victim):
-    """What comes of an artefact in whose measurement `victim(link)`, a psutil.Process, is killed; the link's name; and the processes that
-    stood below the victim."""
+def at_work(held, artefact, folder, victim, number):
+    """What comes of an artefact in whose measurement `victim(link)`, a psutil.Process, gets a signal; the link's name; and the victim with
+    the processes below it."""
     path, first, found = slow_once(artefact, folder), folder / "first", []
     thread = threading.Thread(target=lambda: found.append(measured(held, path, "the plan at hand")))
     thread.start()
     eventually(lambda: not first.exists())
     link, = held._links - set(held._idle)
-    below = victim(link).children(recursive=True)
-    victim(link).kill()
+    family = [victim(link), *victim(link).children(recursive=True)]
+    family[0].send_signal(number)
     thread.join(120)
-    return found[0], link.name, below
+    return found[0], link.name, family
 
 
 def slow_once(artefact, folder):
@@ -255,6 +263,19 @@ def test_without_tracker_it_goes_on_and_without_workers_it_keeps_what_there_is(t
     assert len(data["plans"]) >= 4 and run["best"]["measured"] == "search"
     assert not any("lost" in str(outcome) for _, _, *outcome in data["plans"]), "what was at hand is not known, and tried again"
     assert len(run["sessions"][0]["fleet"]["lost"]) == 1
+
+
+@pytest.mark.parametrize("arch", CUDA_ARCHS.values(), ids=lambda arch: arch.name)
+def test_a_gpu_at_a_worker_is_taken_for_what_the_same_gpu_here_would_be(arch):
+    facts = json.loads(json.dumps(facts_of("cuda", arch, "a-gpu", "A GPU", "580")))
+    for target, row in CUDA_ARCHS.items():
+        fits = remote._unfit(facts, target, row) is None
+        assert fits == (row.capability == arch.capability)
+        if fits:
+            device = remote.device_of(SimpleNamespace(facts=facts), target)
+            assert (device.kind, device.arch, device.slug) == ("cuda", row, "a-gpu")
+    assert remote.device_of(SimpleNamespace(facts=facts), "auto").arch == arch
+    assert remote._unfit(facts, "cpu", None) is not None
 
 
 class TestRefused:

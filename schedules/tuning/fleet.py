@@ -184,8 +184,11 @@ class Fleet:
             link.end()
             return f"one that cannot be reached ({error})"
         with self._changed:
+            if self._closed:
+                link.end()
+                return None
             why = self._why_not(facts)
-            if why is None and not self._closed:
+            if why is None:
                 self.facts = self.facts or facts
                 self._links.add(link)
                 self._idle.append(link)

@@ -1,4 +1,4 @@
-"""Start what a fleet of tuning machines is made of: TVM's tracker on one, and a worker on each machine, on each GPU of a machine.
+"""Start what a fleet of tuning machines is made of: TVM's tracker on one, and a worker for each GPU, or on each machine without any.
 
     python -m scripts.fleet tracker --host 10.0.0.1
     CUDA_VISIBLE_DEVICES=0 python -m scripts.fleet worker --tracker 10.0.0.1:9190 --key h200 --host 10.0.0.2

@@ -32,12 +32,14 @@ from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.fleet import Fleet
 from schedules.tuning.fleet_tools import FleetBuilder, FleetRunner
 from schedules.tuning.log import Log, locked
+from schedules.tuning.reasons import told
 from schedules.tuning.results import champion_of, conclude
 from schedules.tuning.run_worker import Setting
 from schedules.tuning.runner import GatedRunner
-from schedules.tuning.search import Host, Limits, TuneError
+from schedules.tuning.search import PATIENCE, Host, Limits, TuneError
 from schedules.tuning.several import session_of
 from schedules.tuning.subjects import subject_of
+from schedules.tuning.transfer import hints
 from scripts import cli, options, remote
 from te_defs.workload import standard_shape
 
@@ -165,11 +167,17 @@ def tune(tools, log, parts, shape):
         champion = champion_of(run, subject)
         log.check_database()
         known, declarations = log.read_measured(subject.members(), shape)
+        if log.torn is not None:
+            print(f"{subject.name}: the file of measured plans is torn behind {log.torn} of them, which count; the others are tried again",
+                  flush=True)
         if known:
             print(f"{subject.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
+        nearest, first = hints(log.path.parent.parent, log.slug, subject, log.arch, parts)
+        if nearest is not None and not known:
+            print(f"{subject.name}: beginning with what was best on {nearest}", flush=True)
         host = Host(time.monotonic, tools.stop, Lines(subject, shape).show, lambda: log.write_measured(known, declarations, shape))
         session = session_of(subject, parts, champion, shape, tools.builder, tools.runner, host,
-                             known, declarations, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
+                             known, declarations, first, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
                              alone=tools.device.kind == "cpu" and tools.fleet is None)
         try:
             winner = session.run(left(tools.limits, time.monotonic() - begun))
@@ -182,6 +190,10 @@ def tune(tools, log, parts, shape):
         driver = tools.fleet.facts["driver"] if tools.fleet else cli.nvidia_driver(tools.device)
         device = {"slug": tools.device.slug, "name": tools.device.description, "driver": driver}
         conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
+    if session.ended_early:
+        print(f"{subject.name}: the search has ended since its last {PATIENCE} plans brought no gain; run it again to go on", flush=True)
+    if any(outcome.refused for outcome in known.values()):
+        print(f"{subject.name}: refused {told(known.values())}", flush=True)
     if winner is not None:
         family, plan = winner.key
         print(f"{subject.name}: best of {len(known)} plans by {winner.measured}: {speed(subject, shape, winner.seconds)}, "

@@ -123,7 +123,8 @@ class TestRefused:
         monkeypatch.setattr(stand_in, "tile_choices", lambda workload, arch: (faulty,))
         monkeypatch.setattr(stand_in, "default_plan", lambda workload, arch: faulty)
         assert command(*SMALL, "--logs", tmp_path, "--trials", "2") == cli.FAILED
-        assert f"error: no plan of {NAME} has passed so far, found ScheduleError" in capsys.readouterr().err
+        assert re.match(rf"error: no plan of {NAME} has passed so far, found 2 of 2 refused: 2 not built \(ScheduleError: .*\)\n",
+                        capsys.readouterr().err)
         assert not (folder_of(tmp_path) / log.RUN).exists()
 
 

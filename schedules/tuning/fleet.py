@@ -22,6 +22,8 @@ from schedules.tuning.search import TuneError
 ATTEMPTS = 3
 #: Seconds until a worker that was free must have answered a first time, and what sending and waiting may add to the runner's own limit.
 CONNECT_SECONDS, SLACK = 30, 30
+#: How often the runner may ask its process about a kernel, each time for TIMEOUT; and what a transfer adds where time is short.
+QUESTIONS, TRANSFER = 4, 5
 #: Seconds between looks for more workers while work waits, and without any worker until the fleet is given up.
 LOOK, PATIENCE = 1.0, 30.0
 #: Looks at workers that are all busy before a tuner says so: one that has just started, or was just given back, is free in a moment.
@@ -247,9 +249,9 @@ class _Link:
 
 
 def limit_of(kernels, seconds=None):
-    """Seconds that an answer about so many kernels may take, of which the runner has `seconds`."""
-    most = TIMEOUT * kernels
-    return (most if seconds is None else min(most, seconds)) + SLACK
+    """Seconds that an answer about so many kernels may take, where the session has `seconds` left."""
+    most = QUESTIONS * TIMEOUT * kernels + SLACK
+    return most if seconds is None else min(most, seconds + TRANSFER)
 
 
 def sound(found):

@@ -3,37 +3,65 @@
 To the session, a kernel is built once it is measured as well: its future is done then, and the runner has the result at hand.
 """
 import concurrent.futures
+import os
+from contextlib import contextmanager
 
 from tvm.s_tir import meta_schedule as ms
 
 from schedules.space import decisions
 from schedules.tuning.fleet import Over, limit_of
 from schedules.tuning.log import data_of
+from schedules.tuning.reasons import OUT_OF_TIME
 
 #: Measurements that are under way or wait for a worker, at most.
 AT_ONCE = 64
 
 
 class FleetRunner:
-    """GatedRunner of a session, for a Fleet."""
+    """GatedRunner of a session, for a Fleet.
+
+    found  {path: {"error", "spread", "proven"}}, as GatedRunner's
+    """
 
     def __init__(self, fleet):
-        self.fleet, self.setting, self.best_seconds, self._found = fleet, None, None, {}
+        self.fleet, self.setting, self.left, self.found, self._answers = fleet, None, lambda: None, {}, {}
+        self.forget_best()
 
-    def begin(self, path, setting, label):
-        """Gate and time an artefact; `run` then has the result. Over."""
-        request = {**_about(setting), "do": "measure", "best": self.best_seconds}
-        self._found[path] = self.fleet.run(request, [path], limit_of(1), label)
+    def forget_best(self):
+        """Begin another search."""
+        self.best_seconds = self.best_path = None
+        self._best = None, None  # what the session's thread said last, both together
+
+    def begin(self, path, setting, label, seconds=None):
+        """Gate and time an artefact, in turn with the best as far as it is known; `run` then has the result. Over.
+
+        seconds  that it may take; None: as many as it needs, and a session that is over does not wait for it
+        """
+        best_seconds, best_path = self._best
+        request = {**_about(setting), "do": "measure", "best": best_seconds, "seconds": seconds}
+        with _held(best_path, f"{path}.best") as best:
+            answer = self.fleet.run(request, [path, *best], limit_of(1, seconds), label, patience=seconds)
+        self._answers[path] = {"refused": OUT_OF_TIME} if answer is None else answer
 
     def run(self, runner_inputs):
-        return [self._told(self._found.pop(str(entry.artifact_path))) for entry in runner_inputs]
+        self._best = self.best_seconds, self.best_path
+        return [self._told(str(entry.artifact_path)) for entry in runner_inputs]
 
-    @staticmethod
-    def _told(found):
-        return ms.runner.LocalRunnerFuture(found.get("seconds"), found.get("refused"))
+    def _told(self, path):
+        if path not in self._answers:  # a plan that was built whole
+            try:
+                self.begin(path, self.setting, "the best plan of earlier sessions", self.left())
+            except Over:
+                self._answers[path] = {"refused": OUT_OF_TIME}
+        answer = self._answers.pop(path)
+        if "refused" in answer:
+            return ms.runner.LocalRunnerFuture(None, answer["refused"])
+        self.found[path] = {"error": answer["error"], "spread": answer.get("spread", 0.0), "proven": answer.get("proven") is True}
+        return ms.runner.LocalRunnerFuture(answer["seconds"], None)
 
-    def duel(self, paths, seed, seconds=None):
+    def duel(self, paths, seed, left=lambda: None):
         """As GatedRunner's, by one worker. None also where it was lost: nothing is refused for that."""
+        seconds = left()
         request = {**_about(self.setting), "do": "duel", "seed": seed, "seconds": seconds}
         try:
             found = self.fleet.run(request, paths, limit_of(len(paths), seconds), "the last round", patience=seconds)
@@ -44,6 +72,20 @@ class FleetRunner:
     def close(self):
         """Give the workers back."""
         self.fleet.close()
+
+
+@contextmanager
+def _held(path, name):
+    """The file under another name, in a list: the session removes a best plan's artefact once there is a better one. An empty list where
+    it has gone, or there is none."""
+    try:
+        if path is not None:
+            os.link(path, name)
+    except FileNotFoundError:
+        path = None
+    yield [] if path is None else [name]
+    if path is not None:
+        os.unlink(name)
 
 
 class FleetBuilder:
@@ -69,7 +111,7 @@ class FleetBuilder:
     @spaces.setter
     def spaces(self, spaces):
         self._builder.spaces = spaces
-        self._runner.best_seconds = None  # that of another search
+        self._runner.forget_best()
 
     @property
     def built(self):

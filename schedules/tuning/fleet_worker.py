@@ -8,7 +8,6 @@ device: GatedRunner's process does. Each ends when the one that started it is ki
 """
 import ctypes
 import hashlib
-import itertools
 import json
 import platform
 import signal
@@ -23,6 +22,7 @@ from tvm.s_tir import meta_schedule as ms
 from schedules.tuning import run_worker
 from schedules.tuning.fleet_link import ASK
 from schedules.tuning.log import shape_of
+from schedules.tuning.reasons import LOST
 from schedules.tuning.runner import GatedRunner
 from schedules.tuning.subjects import subject_named
 
@@ -59,12 +59,6 @@ def die_with_parent():
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def start(kind, toolkit):
-    """Prepare the process at the device."""
-    die_with_parent()
-    run_worker.start(kind, toolkit)
-
-
 def offer(facts, toolkit):
     """Let the sessions of this process, TVM's server, answer requests for the device of which these are the facts.
 
@@ -86,7 +80,7 @@ class _Desk:
     """Answers requests. The runner is made in the session's process, at the first request that needs it."""
 
     def __init__(self, facts, toolkit):
-        self.facts, self.toolkit, self._runner, self._numbers = facts, toolkit, None, itertools.count()
+        self.facts, self.toolkit, self._runner = facts, toolkit, None
 
     def answer(self, text):
         """Text of the answer to a request's text: facts, what `run_worker.measure` or `duel` tells, or {"failed": why} where this worker
@@ -100,24 +94,30 @@ class _Desk:
             found = self._measured(request, paths)
         except Exception as error:  # such as a mask's module that is not here
             found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-        for path in paths:
-            Path(path).unlink(missing_ok=True)
         return json.dumps(found)
 
-    def _alone(self, name):
-        """Path of a file that was sent, after it got a name that none had before: see run_worker.load."""
+    @staticmethod
+    def _alone(name):
+        """Path of a file that was sent, named for its content: see run_worker.load. One that was sent before stays what it is, so that the
+        best kernel so far is loaded once; the session's folder goes with it."""
         sent = Path(tvm.get_global_func("tvm.rpc.server.workpath")(name))
-        return str(sent.rename(sent.with_name(f"kernel-{next(self._numbers)}.so")))
+        kept = sent.with_name(f"kernel-{hashlib.sha256(sent.read_bytes()).hexdigest()}.so")
+        if kept.exists():
+            sent.unlink()
+        else:
+            sent.rename(kept)
+        return str(kept)
 
     def _measured(self, request, paths):
         if self._runner is None:
-            self._runner = GatedRunner(self.facts["kind"], self.toolkit, start)
+            self._runner = GatedRunner(self.facts["kind"], self.toolkit)
         runner, asked = self._runner, request["setting"]
         runner.setting = run_worker.Setting(asked["kind"], subject_named(asked["subject"]), shape_of(asked["shape"]))
         if request["do"] == "duel":
-            return runner.duel(paths, request["seed"], request["seconds"])
-        runner.best_seconds = request["best"]
-        result = runner.run([ms.runner.RunnerInput(paths[0], asked["kind"], [])])[0].result()
+            return runner.duel(paths, request["seed"], lambda: request["seconds"])
+        runner.left = lambda: request["seconds"]
+        runner.best_seconds, (path, runner.best_path) = request["best"], (*paths, None)[:2]
+        result = runner.run([ms.runner.RunnerInput(path, asked["kind"], [])])[0].result()
         if result.error_msg is not None:
-            return {"refused": str(result.error_msg)}
-        return {"seconds": [float(x) for x in result.run_secs], "error": runner.errors.pop(paths[0])}
+            return {"failed" if result.error_msg.startswith(LOST) else "refused": str(result.error_msg)}
+        return {"seconds": [float(x) for x in result.run_secs], **runner.found.pop(path)}

@@ -1,14 +1,15 @@
 """Logs of one device and workload from several machines, put together. What is told apart by nothing but the machine is one record.
 
-A plan counts once, by the fewest seconds; one that any of them refused is refused, since a kernel that is wrong at times is wrong. The best
-of the logs stays, one that won a last round before others: the next session has the best few of all in its last round anyway.
+A plan counts once, by the fewest seconds; one that any of them found wrong is refused, since a kernel that is wrong at times is wrong. The
+best of the logs stays, one that won a last round before others: the next session has the best few of all in its last round anyway.
 """
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from schedules.tuning.build_worker import declaration
 from schedules.tuning.database import RECORDS
 from schedules.tuning.log import DATABASE, MEASURED, RUN, ForeignLog, Log, LogError, data_of, read_json, shape_of, write_text
+from schedules.tuning.reasons import WRONG, counts, kind_of
 from schedules.tuning.results import champion_of
 
 #: Versions that figures depend on, as sessions in run.json name them.
@@ -82,7 +83,8 @@ def merge(sources, target):
     known = {}
     for source in sources:
         for key, outcome in source.known.items():
-            known[key] = min(known.get(key, outcome), outcome, key=_worst_first)
+            chosen, other = sorted((known.get(key, outcome), outcome), key=_first)
+            known[key] = replace(chosen, proven=chosen.proven or other.proven) if chosen.refused is None else chosen
     best = min((source for source in sources if _stands(source, known)), key=_best_first, default=None)
     ordered = sorted(sources, key=lambda source: source is not best)
     declarations = {name: found for source in sources for name, found in source.declarations.items()}
@@ -94,12 +96,16 @@ def merge(sources, target):
     target.write_run({
         **{name: value for name, value in ordered[0].run.items() if name != "schema"}, "shape": data_of(sources[0].shape),
         "best": best and best.run["best"], "trials": len(known), "refused": sum(each.refused is not None for each in known.values()),
+        "reasons": counts(known.values()),
         "sessions": sorted(sessions.values(), key=lambda session: session.get("date", ""))})
     return best
 
 
-def _worst_first(outcome):
-    return outcome.refused is None, outcome.seconds or 0.0
+def _first(outcome):
+    """Order in which outcomes of one plan count: wrong, then passed by seconds, then refused for what may be of one machine alone."""
+    if outcome.refused is not None:
+        return (0 if kind_of(outcome.refused) == WRONG else 2), 0.0
+    return 1, outcome.seconds
 
 
 def _stands(source, known):

@@ -16,12 +16,16 @@ class Peak:
     boost_ghz       the clock that this figure is for
     sms             multiprocessors of the chip
     exp2_per_clock  base-2 exponentials a clock and multiprocessor
+    fma_per_clock   float32 multiply-adds a clock and multiprocessor, without tensor cores
+    memory_tbytes   10^12 bytes a second between the chip and its memory
     """
 
     tensor_tflops: float
     boost_ghz: float
     sms: int
     exp2_per_clock: int
+    fma_per_clock: int
+    memory_tbytes: float
 
     def exp_bound_tflops(self, head_dim, value_dim):
         """Speed of attention that spends the exponentials (one a score) and the matrix products one after the other, both at peak."""
@@ -86,8 +90,23 @@ class CudaArch:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """What sets GPUs of one compute capability apart.
+
+    arch           name of their row in CUDA_ARCHS
+    sms            multiprocessors
+    memory_gbytes  10^9 bytes a second between the chip and its memory; None where it is not known
+    """
+
+    arch: str
+    sms: int
+    memory_gbytes: int | None = None
+
+
+@dataclass(frozen=True)
 class CpuArch:
-    """An x86-64 or other llvm machine: name is LLVM's CPU name, vector_bits the widest registers, cache sizes are per core."""
+    """An x86-64 or other llvm machine: name is LLVM's CPU name, vector_bits the widest registers, cache sizes are per core, machine is the
+    instruction set as the system calls it."""
 
     name: str
     vector_bits: int
@@ -96,6 +115,7 @@ class CpuArch:
     l2_bytes: int
     cores: int
     kind: str = "cpu"
+    machine: str = "x86_64"
 
     def target(self):
         return Target({"kind": "llvm", "mcpu": self.name, "num-cores": self.cores})
@@ -137,8 +157,9 @@ _WGMMA_LENGTHS = {
     (192, "causal"): ((12289, _BY_HARDWARE), (1025, {}), (0, {})),
 }
 
-#: NVIDIA's data sheets of the H100 and H200 (SXM); exponentials from the CUDA programming guide, table of arithmetic throughput.
-_HOPPER_PEAK = Peak(tensor_tflops=989, boost_ghz=1.83, sms=132, exp2_per_clock=16)
+#: NVIDIA's data sheets of the H100 and H200 (SXM), memory that of the H200; exponentials and multiply-adds from the CUDA programming
+#: guide, table of arithmetic throughput.
+_HOPPER_PEAK = Peak(tensor_tflops=989, boost_ghz=1.83, sms=132, exp2_per_clock=16, fma_per_clock=128, memory_tbytes=4.8)
 
 #: Shared memory from the CUDA programming guide, table "technical specifications per compute capability".
 CUDA_ARCHS = {arch.name: arch for arch in (
@@ -158,6 +179,34 @@ CUDA_ARCHS = {arch.name: arch for arch in (
 _BY_CAPABILITY = {(7, 5): "sm_75", (8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_87", (8, 9): "sm_89", (9, 0): "sm_90a",
                   (10, 0): "sm_100a", (12, 0): "sm_120"}
 
+#: GPUs as their folders of tuning logs are called, after the driver's name; from NVIDIA's data sheets and architecture white papers.
+GPUS = {
+    "tesla-t4": Gpu("sm_75", 40, 320),
+    "nvidia-a100-sxm4-40gb": Gpu("sm_80", 108, 1555),
+    "nvidia-a100-sxm4-80gb": Gpu("sm_80", 108, 2039),
+    "nvidia-a100-80gb-pcie": Gpu("sm_80", 108, 1935),
+    "nvidia-a30": Gpu("sm_80", 56, 933),
+    "nvidia-a10": Gpu("sm_86", 72, 600),
+    "nvidia-a40": Gpu("sm_86", 84, 696),
+    "nvidia-rtx-a6000": Gpu("sm_86", 84, 768),
+    "nvidia-geforce-rtx-3090": Gpu("sm_86", 82, 936),
+    "nvidia-l4": Gpu("sm_89", 58, 300),
+    "nvidia-l40": Gpu("sm_89", 142, 864),
+    "nvidia-l40s": Gpu("sm_89", 142, 864),
+    "nvidia-rtx-6000-ada-generation": Gpu("sm_89", 142, 960),
+    "nvidia-geforce-rtx-4090": Gpu("sm_89", 128, 1008),
+    "nvidia-h100-80gb-hbm3": Gpu("sm_90a", 132, 3350),
+    "nvidia-h100-pcie": Gpu("sm_90a", 114, 2000),
+    "nvidia-h200": Gpu("sm_90a", 132, 4800),
+    "nvidia-geforce-rtx-5090": Gpu("sm_120", 170, 1792),
+}
+
+
+def gpu_named(slug, arch, sms=None):
+    """Row of the GPU whose folder of tuning logs is called so, or one of what its driver tells, its row in CUDA_ARCHS and multiprocessors;
+    None where neither is known."""
+    return GPUS.get(slug) or (None if sms is None else Gpu(arch, sms))
+
 
 def cuda_arch(name):
     """Row of a CUDA architecture such as sm_80; ArchError where none is known."""
@@ -175,6 +224,7 @@ def arch_of_capability(major, minor):
     return CUDA_ARCHS[_BY_CAPABILITY[major, minor]]
 
 
-def cpu_arch(name, vector_bits, cores, l1_bytes=32 * _KIB, l2_bytes=1024 * _KIB):
-    """Row of the CPU that the caller found: LLVM's name for it, vector width in bits, cores to use, cache sizes per core."""
-    return CpuArch(name, vector_bits, 32 if vector_bits >= 512 else 16, l1_bytes, l2_bytes, cores)
+def cpu_arch(name, vector_bits, cores, l1_bytes=32 * _KIB, l2_bytes=1024 * _KIB, machine="x86_64"):
+    """Row of the CPU that the caller found: LLVM's name for it, vector width in bits, cores to use, cache sizes per core, what the system
+    calls its instruction set."""
+    return CpuArch(name, vector_bits, 32 if vector_bits >= 512 else 16, l1_bytes, l2_bytes, cores, machine=machine)

@@ -1,10 +1,10 @@
 """The functions of a gradient that have plans, each in the form in which schedules.space and the tuner know a family."""
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
 
 from schedules import backward
 from schedules.build import declaration_of
+from schedules.plan import plan_of
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,11 @@ def parts_of(family, workload):
 def plans_of(family, workload, values):
     """Plans from what their `values` said; None where the family's have other fields."""
     kind = backward.kind_of(family, workload)
-    fields = {field.name for field in dataclasses.fields(family.PLAN)}
     if backward.adds(family):
-        return kind(**values) if set(values) == fields else None
-    if set(values) != {f"{role}.{field}" for role in kind.roles() for field in fields}:
-        return None
-    return kind(**{role: family.PLAN(**{field: values[f"{role}.{field}"] for field in fields}) for role in kind.roles()})
+        return plan_of(kind, values)
+    told = {role: {} for role in kind.roles()}
+    for name, value in values.items():
+        role, _, field = name.partition(".")
+        told.setdefault(role, {})[field] = value
+    plans = {role: plan_of(family.PLAN, each) for role, each in told.items()}
+    return None if None in plans.values() or set(plans) != set(kind.roles()) else kind(**plans)

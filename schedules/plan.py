@@ -1,5 +1,5 @@
 """Plans: a schedule's knobs as frozen integers, and the budget that says whether a plan fits the hardware."""
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 
 
 class PlanError(ValueError):
@@ -27,8 +27,22 @@ class Plan:
         """{field: value}, as records and manifests have it."""
         return asdict(self)
 
+    def on(self, arch):
+        """This plan as another machine of its kind takes it (schedules.arch); plans that say nothing of a machine's size are the same."""
+        return self
+
     def __str__(self):
         return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+def plan_of(kind, values):
+    """The plan of a class that {field: value} says, as records have it; fields that came later than the record have their default, which is
+    what was done before. None where the values are of another class."""
+    known = {field.name: field.default for field in fields(kind)}
+    missing = [name for name in known if name not in values]
+    if not set(values) <= set(known) or any(known[name] is MISSING for name in missing):
+        return None
+    return kind(**values)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def our_plans(args, device, workload):
     try:
         if args.backward:
             plans = {"default": (*default, options.default_gradients(workload, device.arch, args.backward))}
-            plans["tuned"] = *default, options.tuned_gradients(args, device.slug, workload, device.arch)
+            plans["tuned"] = *default, options.tuned_gradients(args, device, workload)
         else:
             plans = {"default": (*default, None)}
             plans["tuned"] = *options.tuned_plan(args, device, workload), None
@@ -83,7 +83,8 @@ def our_plans(args, device, workload):
 
 
 def our_kernels(args, device, workloads, folder):
-    """{workload: {"default": module, "tuned": module}}, built side by side by processes of their own and checked."""
+    """({workload: {"default": module, "tuned": module}}, {workload: device that its tuned plan is borrowed from}), built side by side by
+    processes of their own and checked."""
     plans = {(workload, name): plan for workload in workloads for name, plan in our_plans(args, device, workload).items()}
     jobs = [(family.NAME, workload, plan, device.arch, folder / f"{workload.name}-{name}.so", figures, gradients)
             for (workload, name), (family, plan, figures, gradients) in plans.items()]
@@ -92,7 +93,14 @@ def our_kernels(args, device, workloads, folder):
     kernels = {workload: {} for workload in workloads}
     for (workload, name), path in paths.items():
         kernels[workload][name] = load_checked(name, workload, device, path, bool(args.backward))
-    return kernels
+    measured = {workload: gradients.measured if args.backward else figures
+                for (workload, name), (_, _, figures, gradients) in plans.items() if name == "tuned"}
+    return kernels, {workload: figures["device"] for workload, figures in measured.items() if "borrowed_for" in figures}
+
+
+def labelled(rows, lender):
+    """The rows of a workload, that of the tuned plan with the device that it is borrowed from, if it is."""
+    return [{**row, "borrowed_from": lender} if lender and row["contestant"] == "tuned" else row for row in rows]
 
 
 def compare(args, device, kernels, workload, length):
@@ -157,14 +165,16 @@ def table(rows, markdown=False):
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     unit, factor = _unit(rows)
     best = "tuned" if "tuned" in names else "default"
+    borrowed = any("borrowed_from" in row for row in rows)
     cells = [["workload", "batch x heads x length", *(f"{name} ms" for name in names if name in OURS),
               *(f"{name} {unit}" for name in names),
-              *(f"{best} / {name}" for name in names if name != best)]]
+              *(f"{best} / {name}" for name in names if name != best), *["tuned on"] * borrowed]]
     for case in dict.fromkeys(map(_case, rows)):
         at = {row["contestant"]: row for row in rows if _case(row) == case}
         cells.append([*case, *(f"{at[name]['ms']:.3f}" if name in at else "-" for name in names if name in OURS),
                       *(f"{factor * at[name]['tflops']:.3g}" if name in at else "-" for name in names),
-                      *(f"{at[name]['ms'] / at[best]['ms']:.2f}x" if {name, best} <= set(at) else "-" for name in names if name != best)])
+                      *(f"{at[name]['ms'] / at[best]['ms']:.2f}x" if {name, best} <= set(at) else "-" for name in names if name != best),
+                      *[at["tuned"].get("borrowed_from", "this device") if "tuned" in at else "-"] * borrowed])
     return _drawn(cells, markdown)
 
 
@@ -173,7 +183,8 @@ def peer_table(rows, markdown=False):
     unit, factor = _unit(rows)
     cells = [["workload", "batch x heads x length", "contestant", unit, "ours / this", "of peak", "of exp bound", "MHz", "W"]]
     for row in rows:
-        cells.append([*_case(row), row["contestant"], f"{factor * row['tflops']:.3g}", f"{row['ours_over_this']:.2f}x",
+        contestant = f"{row['contestant']} on {row['borrowed_from']}" if "borrowed_from" in row else row["contestant"]
+        cells.append([*_case(row), contestant, f"{factor * row['tflops']:.3g}", f"{row['ours_over_this']:.2f}x",
                       *("-" if row[share] is None else f"{row[share]:.1%}" for share in ("of_peak", "of_exp_bound")),
                       *("-" if row[reading] is None else f"{row[reading]:.0f}" for reading in ("mhz", "watts"))])
     return _drawn(cells, markdown)
@@ -241,10 +252,11 @@ def run(args):
     cli.echo(**{**vars(args), "command": "bench", "workload": [workload.name for workload in workloads], "target": device.description})
     rows, left_out = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        for workload, kernels in our_kernels(args, device, workloads, Path(folder)).items():
+        kernels_of, lenders = our_kernels(args, device, workloads, Path(folder))
+        for workload, kernels in kernels_of.items():
             for length in args.lengths:
                 found, sentences = compare(args, device, kernels, workload, length)
-                rows += found
+                rows += labelled(found, lenders.get(workload))
                 for sentence in sentences:
                     if sentence not in left_out:
                         print(sentence, flush=True)

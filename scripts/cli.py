@@ -13,7 +13,7 @@ from pathlib import Path
 import tvm
 from tvm.target import Target, codegen
 
-from schedules.arch import ArchError, arch_of_capability, cpu_arch, cuda_arch
+from schedules.arch import CUDA_ARCHS, GPUS, ArchError, arch_of_capability, cpu_arch, cuda_arch, gpu_named
 from schedules.artefact.export import ExportError
 from schedules.lowering.cuda_compile import CompileError
 from schedules.lowering.toolkit import ToolkitError, driver_version, find_toolkit, preload, require_driver
@@ -47,12 +47,16 @@ class Device:
     arch         row of schedules.arch to lower for
     slug         name of the device's folder of tuning logs; None where no such device is in this machine
     description  for people
+    gpu          schedules.arch.Gpu where more is known of one than its architecture
+    is_here      whether it is in this machine
     """
 
     kind: str
     arch: object
     slug: str | None
     description: str
+    gpu: object = None
+    is_here: bool = True
 
 
 def main(run, arguments=None):
@@ -113,14 +117,27 @@ def find_device(target):
         require_driver()
     gpu = _gpu()
     if target == "auto":
-        return _cpu() if gpu is None else Device("cuda", arch_of_capability(*gpu[1]), slug_of(gpu[0]), gpu[0])
+        return _cpu() if gpu is None else _found(arch_of_capability(*gpu[1]), *gpu)
     try:
         arch = cuda_arch(target)
     except ArchError as error:
         raise UsageError(f"--target is auto, cpu or an architecture; {error}") from error
     if gpu is not None and "".join(map(str, gpu[1])) == re.sub(r"\D", "", arch.name):
-        return Device("cuda", arch, slug_of(gpu[0]), gpu[0])
-    return Device("cuda", arch, None, f"{arch.name}, of which this machine has none")
+        return _found(arch, *gpu)
+    return Device("cuda", arch, None, f"{arch.name}, of which this machine has none", is_here=False)
+
+
+def _found(arch, name, _, sms):
+    """Device of what `_gpu` found."""
+    slug = slug_of(name)
+    return Device("cuda", arch, slug, name, gpu_named(slug, arch.name, sms))
+
+
+def device_named(slug, arch):
+    """Device of that folder of tuning logs, wherever it may be, for which kernels are lowered for a row of schedules.arch."""
+    gpu = GPUS.get(slug)
+    same = gpu is not None and arch.kind == "cuda" and CUDA_ARCHS[gpu.arch].capability == arch.capability
+    return Device(arch.kind, arch, slug, slug, gpu if same else None, is_here=False)
 
 
 def slug_of(name):
@@ -137,7 +154,7 @@ def nvidia_driver(device):
 
 
 def _gpu():
-    """(name, (major, minor)) of the first GPU; None where this machine has none, or no driver."""
+    """(name, (major, minor), multiprocessors) of the first GPU; None where this machine has none, or no driver."""
     if driver_version() is None:
         return None
     try:
@@ -146,7 +163,9 @@ def _gpu():
         toolkit = None  # then cudart has to come from elsewhere, and preload says where it looked
     preload(toolkit)
     device = tvm.cuda(0)
-    return (device.device_name, tuple(map(int, device.compute_version.split(".")))) if device.exist else None
+    if not device.exist:
+        return None
+    return device.device_name, tuple(map(int, device.compute_version.split("."))), device.multi_processor_count
 
 
 def _cpu():
@@ -155,7 +174,7 @@ def _cpu():
     os.environ.setdefault("TVM_NUM_THREADS", str(cores))
     bits = codegen.llvm_get_vector_width(Target({"kind": "llvm", "mcpu": name}))
     caches = {f"l{level}_bytes": size for level in (1, 2) if (size := _cache_bytes(level)) is not None}
-    arch = cpu_arch(name, bits, cores, **caches)
+    arch = cpu_arch(name, bits, cores, machine=platform.machine(), **caches)
     return Device("cpu", arch, f"{slug_of(platform.machine())}-{slug_of(name)}-{cores}c", f"{name}, {cores} cores")
 
 

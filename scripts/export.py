@@ -99,8 +99,8 @@ def gradients_for(args, device, workload, choices):
     kernel was tuned on, or any."""
     if not args.backward:
         return []
-    slugs = [getattr(args, "gpu", None) or device.slug, *(it.measured and it.measured["device"] for it in choices[1:])]
-    return [options.chosen_gradients(args, slug, workload, it.arch) for slug, it in zip(slugs, choices)]
+    further = [cli.device_named(it.measured and it.measured["device"], it.arch) for it in choices[1:]]
+    return [options.chosen_gradients(args, of, workload) for of in (options.device_meant(args, device), *further)]
 
 
 def run(args):
@@ -119,8 +119,9 @@ def run(args):
     first, *further = choices = chosen(args, device, workload)
     of_gradients = gradients_for(args, device, workload, choices)
     cli.echo(command="export", device=device.description, workload=workload.name, family=first.family.NAME, plan=str(first.plan),
-             archs=first.archs, also=[{"family": it.family.NAME, "plan": str(it.plan), "archs": it.archs,
-                                       "tuned_on": it.measured and it.measured["device"]} for it in further],
+             tuned_on=first.measured and first.measured["device"], archs=first.archs,
+             also=[{"family": it.family.NAME, "plan": str(it.plan), "archs": it.archs, "tuned_on": it.measured and it.measured["device"]}
+                   for it in further],
              backward=[{"order": by.order, "family": by.family, "plan": str(by.plans), "record": by.measured and by.measured["record"]}
                        for by in of_gradients], gradients_of=args.gradients_of, output=output, seed=args.seed)
     kernels = []

@@ -101,7 +101,8 @@ def work(args):
 
 def _serve(args, device):
     """TVM's RPC server in a process of its own, registered with the tracker."""
-    facts = fleet_worker.facts_of(device.kind, device.arch, device.slug, device.description, cli.nvidia_driver(device))
+    sms = device.gpu and device.gpu.sms
+    facts = fleet_worker.facts_of(device.kind, device.arch, device.slug, device.description, sms, cli.nvidia_driver(device))
     try:
         toolkit = find_toolkit(os.environ) if device.kind == "cuda" else None
     except ToolkitError:

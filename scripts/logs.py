@@ -5,18 +5,16 @@
 Each is a folder as --logs names it. Only logs are taken, no files beside them. Exit codes: 0 done, 1 refused, 2 wrong arguments.
 """
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
 
 import tvm
 import tvm_ffi
-from tvm.target import Target, codegen
 
-from schedules.arch import cpu_arch, cuda_arch
-from schedules.tuning.log import MEASURED, RUN, DamagedLog, Log, LogError, check_run, read_json
+from schedules.tuning.log import MEASURED, RUN, Log, LogError
 from schedules.tuning.merge import check, merge, read
+from schedules.tuning.nearest import machine_of
 from schedules.tuning.subjects import subject_named
 from scripts import cli, options
 
@@ -56,23 +54,10 @@ def _places(root):
     if not folders:
         raise LogError(f"a folder of tuning logs was wanted, found none at {root}: correct the path")
     for folder in folders:
-        if not re.match("(fwd|bwd)_", folder.name):
-            raise DamagedLog(f"{folder} must be named for what was tuned, such as fwd_d128_dv128_f16_full, found otherwise: move it away")
-        run = read_json(folder / RUN)
-        if run is None:
+        machine = machine_of(folder)
+        if machine is None:
             raise LogError(f"{folder} must have a {RUN}, found none: end a session of tune there first")
-        check_run(folder / RUN, run)
-        yield Log(root, folder.parent.name, subject_named(folder.name), _arch(folder.parent.name, run["arch"]))
-
-
-def _arch(slug, name):
-    """Row of schedules.arch of a log's device, which need not be here. Of a CPU that is not, cache sizes are the usual ones."""
-    if name.startswith("sm_"):
-        return cuda_arch(name)
-    here, cores = cli.find_device("cpu"), re.search(r"-(\d+)c$", slug)
-    if here.slug == slug or cores is None:
-        return here.arch
-    return cpu_arch(name, codegen.llvm_get_vector_width(Target({"kind": "llvm", "mcpu": name})), int(cores[1]))
+        yield Log(root, machine.slug, subject_named(folder.name), machine.arch)
 
 
 def _put(sources, root):

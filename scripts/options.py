@@ -3,6 +3,7 @@ import argparse
 
 from schedules import backward, registry
 from schedules.tuning.log import data_of
+from schedules.tuning.nearest import Machine, date_of, gains_of, nearest_record, told
 from schedules.tuning.records import ForeignLog, NoRecord, best_record
 from schedules.tuning.subjects import ForwardPass, subject_of
 from scripts import cli
@@ -44,7 +45,8 @@ def add_logs(group):
 def add_plan(group):
     group.add_argument("--family", default=None, help="schedule family; None: the tuned one, or the first that takes the workload")
     group.add_argument("--plan", choices=("best", "default"), default="best",
-                       help="best: the tuned plan, refused where the log has none; default: the family's seed plan, untuned")
+                       help="best: the tuned plan, borrowed from the nearest device like it, which is said, where nothing was tuned on "
+                            "this one, and refused where there is none; default: the family's seed plan, untuned")
     group.add_argument("--gpu", default=None, help="folder of the device whose log is meant, such as nvidia-h200; None: this machine's")
     add_logs(group)
 
@@ -68,24 +70,55 @@ def uniform(workload):
     return workload
 
 
+def device_meant(args, device):
+    """The device whose log is meant: that of --gpu, else the one that --target names."""
+    named = getattr(args, "gpu", None)
+    return device if named in (None, device.slug) else cli.device_named(named, device.arch)
+
+
 def tuned_plan(args, device, workload):
     """(family, plan, figures for a manifest) of the best record; LogError or UsageError where there is none that counts."""
-    slug = getattr(args, "gpu", None) or device.slug
-    if slug is None:
+    device = device_meant(args, device)
+    if device.slug is None:
         raise cli.UsageError(f"a tuned plan belongs to a device, found {device.description}: name one with --gpu, or use --plan default")
-    return _plan_on_record(args, slug, workload, device.arch)
-
-
-def _plan_on_record(args, slug, workload, arch):
-    family, plan, figures = _on_record(args, slug, workload, arch)
+    family, plan, figures = _of_device(args, device, workload)
     return registry.family_named(family), plan, figures
 
 
+def _of_device(args, device, workload, order=None):
+    """(name of the family, plan, figures for a manifest) of the best record of a device; where nothing was tuned on it, and enough is known
+    of it, of the nearest one, which is said. Of gradients where an order is given."""
+    try:
+        return _on_record(args, device.slug, workload, device.arch, order)
+    except NoRecord as error:
+        if not device.is_here and device.gpu is None:
+            raise
+        return _borrowed(args, device, subject_of(workload, order), error)
+
+
+def _borrowed(args, device, subject, error):
+    """The same of the nearest device; an error that says of both that there is none."""
+    logs = cli.log_folder(args.logs)
+    try:
+        found = nearest_record(logs, subject, Machine(device.slug, device.arch, device.gpu))
+    except NoRecord as none:
+        raise NoRecord(f"{error}; {none}") from error
+    for sentence in found.passed_over:
+        print(sentence)
+    print(f"the plan of {subject.name} was measured on {found.lender}, {found.date}, and is borrowed for {device.slug}, on which it was "
+          f"not tuned: {told(gains_of(logs, found.lender, subject.order))}", flush=True)
+    family, plan, figures = _described(found.record, found.lender, subject)
+    return family, plan, {**figures, "borrowed_for": device.slug}
+
+
 def _on_record(args, slug, workload, arch, order=None):
-    """(name of the family, plan, figures for a manifest) of the best record; of gradients where an order is given."""
-    record = best_record(cli.log_folder(args.logs), slug, workload, arch, order)
-    figures = {"seconds": record.seconds, "shape": data_of(record.shape), "device": slug,
-               "record": f"{slug}/{subject_of(workload, order).name}"}
+    """As `_of_device`, of that device alone."""
+    return _described(best_record(cli.log_folder(args.logs), slug, workload, arch, order), slug, subject_of(workload, order))
+
+
+def _described(record, slug, subject):
+    figures = {"seconds": record.seconds, "shape": data_of(record.shape), "device": slug, "date": date_of(record.run),
+               "record": f"{slug}/{subject.name}"}
     return record.family, record.plan, figures
 
 
@@ -148,21 +181,22 @@ def default_gradients(workload, arch, order):
     return Gradients(order, family.NAME, backward.default_plans(family, workload, arch))
 
 
-def tuned_gradients(args, slug, workload, arch):
-    """Gradients of the best record of a device, or without one of the first device that has a log for the architecture; LogError."""
-    found = _on_record(args, slug, workload, arch, args.backward) if slug else _first_on_record(args, workload, arch, args.backward)
+def tuned_gradients(args, device, workload):
+    """Gradients of the best record of a device, or where none is named of the first one that has a log for the architecture; LogError."""
+    arch, order = device.arch, args.backward
+    found = _of_device(args, device, workload, order) if device.slug else _first_on_record(args, workload, arch, order)
     if found is None:
-        raise NoRecord(f"a record of {subject_of(workload, args.backward).name} for {arch.name} was wanted, found none in "
+        raise NoRecord(f"a record of {subject_of(workload, order).name} for {arch.name} was wanted, found none in "
                        f"{cli.log_folder(args.logs)}")
-    return Gradients(args.backward, *found)
+    return Gradients(order, *found)
 
 
-def chosen_gradients(args, slug, workload, arch):
+def chosen_gradients(args, device, workload):
     """Gradients by --plan: those on record, or where nothing was tuned, which is said, by the default plans. A record that no longer fits
     is a LogError."""
     if args.plan == "best":
         try:
-            return tuned_gradients(args, slug, workload, arch)
+            return tuned_gradients(args, device, workload)
         except NoRecord as error:
             print(f"gradients by their default plans: {error}", flush=True)
-    return default_gradients(workload, arch, args.backward)
+    return default_gradients(workload, device.arch, args.backward)

@@ -3,7 +3,7 @@ import argparse
 import re
 from contextlib import contextmanager
 
-from schedules.arch import ArchError, CpuArch, cuda_arch
+from schedules.arch import ArchError, CpuArch, cuda_arch, gpu_named
 from schedules.tuning.fleet import Fleet
 from scripts import cli
 
@@ -50,10 +50,9 @@ def device_of(fleet, target):
     """Device that a fleet's workers are, with the row of schedules.arch that --target wants."""
     facts = fleet.facts
     if facts["kind"] == "cpu":
-        arch = CpuArch(**facts["arch"])
-    else:
-        arch = cuda_arch(facts["arch"]["name"] if target == "auto" else target)
-    return cli.Device(facts["kind"], arch, facts["slug"], facts["name"])
+        return cli.Device("cpu", CpuArch(**facts["arch"]), facts["slug"], facts["name"], is_here=False)
+    arch = cuda_arch(facts["arch"]["name"] if target == "auto" else target)
+    return cli.Device("cuda", arch, facts["slug"], facts["name"], gpu_named(facts["slug"], arch.name, facts["sms"]), is_here=False)
 
 
 def _cuda(target):

@@ -282,7 +282,9 @@ def run(args):
         target, plan = variant["target"], text_of(variant["plan"])
         code = f" ({' '.join(target['archs'])})" if target["archs"] else ""
         what = workload["name"] + (" backward" if name == BACKWARD else "")
-        print(f"{args.artefact}: {what} for {target['lowered_for']}{code}, family {variant['family']}, {plan}")
+        measured = variant["measured"] or {}
+        lent = f", borrowed: measured on {measured['device']}, {measured['date']}" if "borrowed_for" in measured else ""
+        print(f"{args.artefact}: {what} for {target['lowered_for']}{code}, family {variant['family']}, {plan}{lent}")
     device = tvm.runtime.device(kind, 0)
     if not device.exist:
         raise RunError(f"the artefact needs a {kind} device, found none: run it where there is one")

@@ -32,6 +32,8 @@ from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.fleet import Fleet
 from schedules.tuning.fleet_tools import FleetBuilder, FleetRunner
 from schedules.tuning.log import Log, locked
+from schedules.tuning.nearest import Machine, nearest_record, start_plans
+from schedules.tuning.records import NoRecord
 from schedules.tuning.reasons import told
 from schedules.tuning.results import champion_of, conclude
 from schedules.tuning.run_worker import Setting
@@ -39,8 +41,8 @@ from schedules.tuning.runner import GatedRunner
 from schedules.tuning.search import PATIENCE, Host, Limits, TuneError
 from schedules.tuning.several import session_of
 from schedules.tuning.subjects import subject_of
-from schedules.tuning.transfer import hints
 from scripts import cli, options, remote
+from scripts.report import write_report
 from te_defs.workload import standard_shape
 
 #: Length that is timed by default.
@@ -165,6 +167,7 @@ def tune(tools, log, parts, shape):
     with locked(log.path):
         run = log.read_run()
         champion = champion_of(run, subject)
+        first = {} if champion is not None else lent_plans(log, parts, tools.device)
         log.check_database()
         known, declarations = log.read_measured(subject.members(), shape)
         if log.torn is not None:
@@ -172,9 +175,6 @@ def tune(tools, log, parts, shape):
                   flush=True)
         if known:
             print(f"{subject.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
-        nearest, first = hints(log.path.parent.parent, log.slug, subject, log.arch, parts)
-        if nearest is not None and not known:
-            print(f"{subject.name}: beginning with what was best on {nearest}", flush=True)
         host = Host(time.monotonic, tools.stop, Lines(subject, shape).show, lambda: log.write_measured(known, declarations, shape))
         session = session_of(subject, parts, champion, shape, tools.builder, tools.runner, host,
                              known, declarations, first, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
@@ -184,12 +184,17 @@ def tune(tools, log, parts, shape):
         except TuneError:
             if tools.stop():
                 return
+            if known:
+                write_report(log.path)  # of why each was refused
             raise
         if winner.measured == "search" and run is not None and (run.get("best") or {}).get("measured") == "duel":
             winner = None  # interrupted: the plan that won the last duel stays until another one wins
         driver = tools.fleet.facts["driver"] if tools.fleet else cli.nvidia_driver(tools.device)
         device = {"slug": tools.device.slug, "name": tools.device.description, "driver": driver}
+        if tools.device.gpu is not None:
+            device["sms"] = tools.device.gpu.sms
         conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
+        print(f"{subject.name}: the whole story is in {write_report(log.path)}", flush=True)
     if session.ended_early:
         print(f"{subject.name}: the search has ended since its last {PATIENCE} plans brought no gain; run it again to go on", flush=True)
     if any(outcome.refused for outcome in known.values()):
@@ -199,6 +204,22 @@ def tune(tools, log, parts, shape):
         print(f"{subject.name}: best of {len(known)} plans by {winner.measured}: {speed(subject, shape, winner.seconds)}, "
               f"{family} {plan}", flush=True)
         print(f"{subject.name}: {gain(winner, session.default)}", flush=True)
+
+
+def lent_plans(log, parts, device):
+    """{part: keys of the best plans of the nearest device that has a log of what is tuned}, which is said. They are candidates like others:
+    nothing that was measured elsewhere counts here."""
+    here = Machine(device.slug, device.arch, device.gpu)
+    try:
+        found = nearest_record(log.path.parent.parent, log.subject, here)
+    except NoRecord:
+        return {}
+    for sentence in found.passed_over:
+        print(sentence)
+    plans = start_plans(found, parts)
+    count = sum(map(len, plans.values()))
+    print(f"{log.subject.name}: the search begins with {count} plans that were best on {found.lender}, {found.date}", flush=True)
+    return plans
 
 
 def left(limits, spent):

@@ -148,8 +148,8 @@ class Called:
         return found[0]
 
 
-def exported(family, workload, arch, path, toolkit=None, operands=()):
-    """An artefact with the gradients of a family's seeds, of operands too, behind a stand-in of the forward pass; the toolkit is for
+def export_gradients(family, workload, arch, path, toolkit=None, operands=()):
+    """Write an artefact with the gradients of a family's seeds, of operands too, behind a stand-in of the forward pass; the toolkit is for
     CUDA."""
     plain = Workload(workload.head_dim, workload.value_dim, workload.dtype)
     module = on_cuda(plain) if toolkit else named(plain)
@@ -157,6 +157,11 @@ def exported(family, workload, arch, path, toolkit=None, operands=()):
         forward = variant(tvm.compile(module, arch.target()), arch, log.kernels if log else ())
     variants = [kernel.variant for kernel in build_gradients(workload, arch, family=family, operands=operands)]
     export_artefact([forward], workload, path, {}, (), variants)
+
+
+def exported(family, workload, arch, path, toolkit=None, operands=()):
+    """The module of one."""
+    export_gradients(family, workload, arch, path, toolkit, operands)
     return tvm_ffi.load_module(str(path))
 
 

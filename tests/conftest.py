@@ -1,4 +1,5 @@
 """What the tests share: flags, what is skipped and why, golden figures, and the tools of a machine."""
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -8,18 +9,26 @@ import pytest
 # Workers share the cores among them; NumPy reads this when it is imported first.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import tvm  # noqa: E402
+import tvm_ffi  # noqa: E402
+
+from schedules.arch import arch_of_capability, cuda_arch  # noqa: E402
 from schedules.lowering.toolkit import ToolkitError, driver_version, find_toolkit, preload  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).with_name("golden")
-#: Files that take a minute or more: workers begin with them, so that none is left with one at the end.
-LONGEST = ("test_random", "test_rules", "test_wgmma", "test_simt", "test_mma", "test_backward", "test_scripts", "test_tune_cli")
+#: Files that take longest: workers begin with them, so that none is left with one at the end.
+LONGEST = ("test_random", "test_rules", "test_wgmma", "test_wgmma_backward", "test_mma", "test_scripts", "test_simt", "test_tune_cli",
+           "test_masks", "test_fused_backward")
 
 
 def pytest_addoption(parser):
     group = parser.getgroup("flashtir")
     group.addoption("--gpu", action="store_true", help="a GPU must be there: tests that need one fail without it, instead of being skipped")
     group.addoption("--case", type=int, default=None, help="of the random calls in tests/conformance, make only the one of this number")
+    group.addoption("--artefacts", type=Path, default=None,
+                    help="folder in which GPU tests keep what they build, and find it as long as no source has changed")
+    group.addoption("--build-for", default=None, help="of GPU tests build what they keep for an architecture, such as sm_90a, and run none")
     group.addoption("--update-golden", action="store_true", help="write the figures in tests/golden anew instead of comparing with them")
     group.addoption("--update-nests", action="store_true", help="write the loop nests in the docstrings of stages anew")
 
@@ -41,6 +50,37 @@ def _group(item):
     params = item.callspec.params if hasattr(item, "callspec") else {}
     family, whole = params.get("engine", (None, None))
     return item.path.stem if family is None else f"{item.path.parent.name}-{family.NAME}-{whole}"
+
+
+@pytest.fixture(scope="session")
+def gpu_arch(request, toolkit):
+    """The Arch of this machine's GPU, or of --build-for."""
+    wanted = request.config.getoption("--build-for")
+    return cuda_arch(wanted) if wanted else arch_of_capability(*map(int, str(tvm.cuda(0).compute_version).split(".")))
+
+
+@pytest.fixture(scope="session")
+def kept(request, tmp_path_factory):
+    """Function (name, build) -> module of an artefact that `build(path)` has written, kept under --artefacts by name and sources."""
+    config = request.config
+    folder, sources = config.getoption("--artefacts"), hashlib.sha256()
+    if folder is None:
+        folder = tmp_path_factory.mktemp("artefacts")
+    else:
+        for source in sorted(path for each in ("te_defs", "schedules", "scripts", "tests") for path in (ROOT / each).rglob("*.[pch]*")
+                             if path.suffix in (".py", ".c", ".h")):
+            sources.update(source.read_bytes())
+        folder = folder / sources.hexdigest()[:12]
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def module(name, build):
+        path = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.so"
+        if not path.is_file():
+            build(path)
+        if config.getoption("--build-for"):
+            pytest.skip("built, not run")
+        return tvm_ffi.load_module(str(path))
+    return module
 
 
 @pytest.fixture(scope="session")

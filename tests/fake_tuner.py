@@ -92,7 +92,7 @@ class Clock:
         return self.now
 
 
-def session(builder=None, runner=None, known=None, declarations=None, stop=lambda: False, clock=lambda: 0.0, champion=None):
+def session(builder=None, runner=None, known=None, declarations=None, stop=lambda: False, clock=lambda: 0.0, champion=None, hints=()):
     host = Host(clock, stop, report=lambda progress: None, save=lambda: None)
     return Session(WORKLOAD.name, spaces(), SHAPE, builder or FakeBuilder(), runner or FakeRunner(), host, {} if known is None else known,
-                   {} if declarations is None else declarations, champion=champion)
+                   {} if declarations is None else declarations, champion=champion, hints=hints)

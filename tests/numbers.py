@@ -21,10 +21,15 @@ RAGGED = {
 }
 
 
-def on_llvm(kernel):
+#: Passes of TVM that only make kernels faster.
+_FOR_SPEED = ("s_tir.StmtSimplify", "s_tir.HoistIfThenElse", "s_tir.InsertHoistIfThenElse", "s_tir.RenormalizeSplitPattern",
+              "tirx.RemoveNoOp", "tirx.CommonSubexprElim")
+
+
+def on_llvm(kernel, without=()):
     """A function or module compiled for this CPU to run a few times: most of the time goes into compiling it, so what only makes kernels
-    faster is left out, of LLVM's passes and of TVM's."""
-    with tvm.transform.PassContext(disabled_pass=["tirx.RemoveNoOp", "tirx.CommonSubexprElim"]):
+    faster is left out, of LLVM's passes and of TVM's, and further passes that this one can do without."""
+    with tvm.transform.PassContext(disabled_pass=[*_FOR_SPEED, *without]):
         return tvm.compile(kernel, _THIS_CPU)
 
 

@@ -28,6 +28,14 @@ class DocumentCausal(Causal):
 
 
 @dataclass(frozen=True)
+class CausalFromItsOwn(Causal):
+    """Causal, with a statement of its own which queries see a key."""
+
+    def query_begin(self, j, q_len, kv_len):
+        return super().query_begin(j, q_len, kv_len)
+
+
+@dataclass(frozen=True)
 class FactorsAndRows(Score):
     """Scores times a factor of the head's own, read twice, and a term of the row's own, whose axes are turned."""
 

@@ -332,7 +332,7 @@ class TestLimits:
 
     def test_exp_bound_is_half_where_both_take_as_long(self):
         # 2 * (d + dv) = 256 operations a score: 64 TFLOP/s make 0.25e12 scores a second, as 1 exponential, 250 multiprocessors, 1 GHz do.
-        assert Peak(64, 1.0, 250, 1).exp_bound_tflops(64, 64) == pytest.approx(32)
+        assert Peak(64, 1.0, 250, 1, 1, 1.0).exp_bound_tflops(64, 64) == pytest.approx(32)
 
     @pytest.mark.parametrize("arch, workload", [
         (cuda_arch("sm_80"), HALF), (cuda_arch("sm_90a"), Workload(64, 64, "float32")), (cpu_arch("x86-64-v4", 512, 2), HALF)],

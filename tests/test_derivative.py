@@ -1,10 +1,8 @@
 """Derivatives of expressions against differences of their values."""
 import numpy as np
 import pytest
-import tvm
 from tvm import tirx
 
-from te_defs.arguments import Operand
 from te_defs.derivative import derivative
 from te_defs.evaluate import UnknownExpression, evaluate
 from te_defs.scores import SCORES, find_score

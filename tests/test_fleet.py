@@ -196,6 +196,7 @@ class TestAtTheWorkers:
     @pytest.mark.parametrize("change, why", [
         (lambda facts: facts["versions"].update(sources="others"), "one with sources others where this machine has "),
         (lambda facts: facts["versions"].update(tvm="0.26"), "one with tvm 0.26 where this machine has "),
+        (lambda facts: facts["versions"].update(machine="aarch64"), "one with machine aarch64 where this machine has "),
         (lambda facts: facts["versions"].pop("tvm"), "one that does not tell what it is"),
         (lambda facts: facts.update(slug="nvidia-h100"), "a nvidia-h100 where the first is a "),
         (lambda facts: facts["arch"].update(cores=99), "a .* where the first is a "),
@@ -283,13 +284,13 @@ def test_without_tracker_it_goes_on_and_without_workers_it_keeps_what_there_is(t
 
 @pytest.mark.parametrize("arch", CUDA_ARCHS.values(), ids=lambda arch: arch.name)
 def test_a_gpu_at_a_worker_is_taken_for_what_the_same_gpu_here_would_be(arch):
-    facts = json.loads(json.dumps(facts_of("cuda", arch, "a-gpu", "A GPU", "580")))
+    facts = json.loads(json.dumps(facts_of("cuda", arch, "a-gpu", "A GPU", 7, "580")))
     for target, row in CUDA_ARCHS.items():
         fits = remote._unfit(facts, target, row) is None
         assert fits == (row.capability == arch.capability)
         if fits:
             device = remote.device_of(SimpleNamespace(facts=facts), target)
-            assert (device.kind, device.arch, device.slug) == ("cuda", row, "a-gpu")
+            assert (device.kind, device.arch, device.slug, device.gpu.sms) == ("cuda", row, "a-gpu", 7)
     assert remote.device_of(SimpleNamespace(facts=facts), "auto").arch == arch
     assert remote._unfit(facts, "cpu", None) is not None
 

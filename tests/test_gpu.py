@@ -6,7 +6,6 @@ import pytest
 import tvm
 import tvm_ffi
 
-from schedules.arch import arch_of_capability
 from schedules.artefact.export import export_artefact
 from schedules.artefact.variant import variant_of
 from schedules.build import build_plan, strided_of
@@ -57,12 +56,12 @@ def name_of(value):
     return getattr(value, "NAME", None) or getattr(value, "name", None) or str(value)
 
 
-@pytest.fixture(scope="module")
-def arch():
-    return arch_of_capability(*map(int, str(tvm.cuda(0).compute_version).split(".")))
+@pytest.fixture
+def arch(gpu_arch):
+    return gpu_arch
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def built(toolkit, arch):
     """Function (family, workload, plan, place, strided) -> Variant of that place in an artefact."""
     def make(family, workload, plan, place=1, strided=None, packed=False):
@@ -83,22 +82,19 @@ def linked(tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="module")
-def forward(arch, built, linked):
+@pytest.fixture
+def forward(arch, built, kept):
     """Function (family, workload, plan, strided) -> flash_attention_forward of a plan, the seed where none is given; built once each.
 
     Skips what the family declines.
     """
-    known = {}
-
     def make(family, workload, plan=None, strided=None):
         reason = family.decline(workload, arch)
         if reason is not None:
             pytest.skip(f"{family.NAME} declines: {reason}")
-        key = family.NAME, workload, plan, strided
-        if key not in known:
-            known[key] = linked(workload, built(family, workload, plan or family.default_plan(workload, arch), strided=strided))
-        return known[key]
+        wanted = plan or family.default_plan(workload, arch)
+        return kept(f"forward {family.NAME} {workload.name} {wanted} {strided} {arch.name}", lambda path: export_artefact(
+            [built(family, workload, wanted, strided=strided)], workload, path, {}, ())).flash_attention_forward
     return make
 
 

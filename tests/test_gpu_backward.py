@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import tvm
 
-from schedules.arch import arch_of_capability
 from schedules.backward import ANY_ORDER, FAMILIES
 from schedules.families import delta, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward, wgmma_ordered_backward
 from schedules.lowering.cuda_compile import cuda_compiler
 from te_defs import lengths, reference
 from te_defs.workload import Shape, Workload, make_arguments
 from tests import operands
-from tests.backward import Called, delta_alone, exported, verdict
+from tests.backward import Called, delta_alone, export_gradients, verdict
 
 pytestmark = pytest.mark.gpu
 WORKLOADS = [Workload.parse(f"fwd_{name}") for name in (
@@ -33,28 +32,19 @@ SHAPES = {"even": (Shape(1, 2, 2, 256, 256), 1.0), "ragged": (Shape(2, 3, 3, 113
           "no_keys": (Shape(1, 2, 2, 5, 0), 1.0), "no_queries": (Shape(1, 2, 2, 0, 5), 1.0)}
 
 
-@pytest.fixture(scope="module")
-def arch():
-    return arch_of_capability(*map(int, str(tvm.cuda(0).compute_version).split(".")))
-
-
-@pytest.fixture(scope="module")
-def gradients(arch, toolkit, tmp_path_factory):
+@pytest.fixture
+def gradients(gpu_arch, toolkit, kept):
     """Function (family, workload, names of tensors behind the scale) -> module with the gradients of a family's seeds, of these tensors,
     too, behind a stand-in of the forward pass; built once each.
 
     Skips what the family declines.
     """
-    known = {}
-
     def make(family, workload, made=()):
-        reason = family.decline(workload, arch)
+        reason = family.decline(workload, gpu_arch)
         if reason is not None:
             pytest.skip(f"{family.NAME} declines: {reason}")
-        if (family, workload, made) not in known:
-            path = tmp_path_factory.mktemp("gpu") / "gradients.so"
-            known[family, workload, made] = exported(family, workload, arch, path, toolkit, made)
-        return known[family, workload, made]
+        return kept(f"gradients {family.NAME} {workload.name} {made} {gpu_arch.name}",
+                    lambda path: export_gradients(family, workload, gpu_arch, path, toolkit, made))
     return make
 
 
@@ -102,9 +92,9 @@ def test_thirty_runs_give_the_same_bits(gradients, family, channels):
 
 @pytest.mark.parametrize("workload", [Workload(64, 64, "float32"), Workload(128, 128, "float16"), Workload(64, 40, "bfloat16")],
                          ids=lambda w: w.name)
-def test_delta(arch, toolkit, workload):
-    with cuda_compiler(toolkit, (arch.name,)):
-        function = delta_alone(workload, arch)[delta.NAME]
+def test_delta(gpu_arch, toolkit, workload):
+    with cuda_compiler(toolkit, (gpu_arch.name,)):
+        function = delta_alone(workload, gpu_arch)[delta.NAME]
     rng = np.random.default_rng(0)
     size, dtype = (2, 3001, 5, workload.value_dim), reference.numpy_dtype(workload)
     d_out, out = (rng.standard_normal(size, np.float32).astype(dtype) for _ in range(2))

@@ -57,7 +57,6 @@ def session_logs(tmp_path_factory):
 def roots(tmp_path, session_logs, monkeypatch):
     """(folder of logs a, folder of logs b), to change at will."""
     monkeypatch.setattr(registry, "FAMILIES", (stand_in,))
-    monkeypatch.setattr("scripts.logs._arch", lambda slug, name: ARCH)
     for name in ("a", "b"):
         shutil.copytree(session_logs / name, tmp_path / name)
     return tmp_path / "a", tmp_path / "b"

@@ -54,7 +54,7 @@ def kernels(request):
     assert all(type(choice).__name__ == "NE" for func in bits.functions.values() for choice in choices(func))
     both = {**plain, **{f"{var.name_hint} bits": func.with_attr("global_symbol", func.attrs["global_symbol"] + "_bits")
                         for var, func in bits.functions_items()}}
-    built = on_llvm(tirx.transform.ConvertSSA()(tvm.IRModule(both)))
+    built = on_llvm(tirx.transform.ConvertSSA()(tvm.IRModule(both)), without=["tirx.StmtSimplify"])
     return blocks, {name: [built[name.replace(" ", "_") + suffix] for suffix in ("", "_bits")] for name in CONDITIONS}
 
 

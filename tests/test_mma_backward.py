@@ -9,8 +9,8 @@ from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from te_defs.workload import Workload
 from tests.backward import Scheduled, alone, check_ragged, unbound
 
-PLANS = {"dq": mma_backward.MmaBackwardPlan(q_tile=64, kv_tile=32, warps=2),
-         "dk_dv": mma_backward.MmaBackwardPlan(q_tile=32, kv_tile=64, warps=2)}
+PLANS = {"dq": mma_backward.PLAN(q_tile=64, kv_tile=32, warps=2),
+         "dk_dv": mma_backward.PLAN(q_tile=32, kv_tile=64, warps=2)}
 WORKLOADS = [Workload(64, 64, "float16", "causal"), Workload.parse("fwd_d64_dv64_bf16_window+softcap")]
 
 

@@ -8,6 +8,7 @@ from tvm.script import tirx as T
 
 from schedules.lowering import order_of_work
 from schedules.lowering.order_of_work import FAIR, TO_AND_FRO
+from tests.numbers import on_llvm
 
 #: One tile or head, fewer tiles than blocks, odd numbers, primes; then the H200's 132 multiprocessors and the lengths of the field.
 SMALL = [*itertools.product(range(1, 10), range(1, 10), (1, 2, 3, 5, 8, 13))]
@@ -24,8 +25,8 @@ def order(request):
 
 def dealt(order, heads, tiles, blocks):
     """Tile numbers [wave, block]."""
-    waves = -(-heads * tiles // blocks)
-    return np.array([[order_of_work.deal(order, wave, block, blocks, heads, tiles) for block in range(blocks)] for wave in range(waves)])
+    waves, block = np.ogrid[:-(-heads * tiles // blocks), :blocks]
+    return order_of_work.deal(order, waves, block, blocks, heads, tiles)
 
 
 def test_each_tile_is_dealt_once(order):
@@ -45,7 +46,7 @@ def compiled(order, blocks):
         for wave in range(waves):
             for block in range(blocks):
                 Out[wave, block] = order_of_work.deal(order, wave, block, blocks, heads, tiles)
-    return tvm.compile(deal, "llvm")
+    return on_llvm(deal)
 
 
 @pytest.mark.parametrize("blocks", [1, 5, 132])

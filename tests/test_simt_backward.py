@@ -9,6 +9,7 @@ from tvm.tirx.compilation_pipeline import get_tir_pipeline
 from schedules.arch import CUDA_ARCHS, cpu_arch, cuda_arch
 from schedules.families import simt_backward
 from schedules.families.simt import SimtPlan
+from schedules.lowering import pass_lists
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.plan import PlanError
 from te_defs.flash_attention_backward import attention_delta
@@ -66,7 +67,7 @@ def test_budget_tells_the_shared_memory_that_lowering_takes(role, dims):
     arch, workload = cuda_arch("sm_90a"), Workload(*dims, "float16", "causal")
     plan = PLANS[role].but(q_tile=32, kv_tile=32, thread_rows=16)
     func = simt_backward.schedule(role, workload, plan).mod["main"].with_attr("target", arch.target())
-    with arch.target():
+    with arch.target(), tvm.transform.PassContext(config=pass_lists.UNROLLED_BY_NVCC):  # unrolled, there is ten times as much to lower
         lowered = get_tir_pipeline(simt_backward.PIPELINE)[0](tvm.IRModule({"main": func}))
     sizes = []
     for func in lowered.functions.values():

@@ -1,5 +1,6 @@
 """The rules of the tree that a reader relies on: imports, purity, length, and pictures of loop nests that are true."""
 import ast
+import functools
 import inspect
 import re
 import sys
@@ -94,13 +95,24 @@ def picture_in(text):
     return found and textwrap.dedent(found[2]).rstrip()
 
 
-def nest_after(family, number):
+@functools.cache
+def nests(family):
+    """The loop nest after each stage of a family, in order."""
     workload, arch = next((workload, arch) for workload, arch in PICTURED if family.decline(workload, arch) is None)
     if family is mma_fused_backward:
-        return loop_nest(family.schedule(workload, family.default_plan(workload, arch), number))
-    if family in BACKWARD:
-        return loop_nest(family.schedule("dk_dv", workload, family.default_plan("dk_dv", workload, arch), number))
-    return loop_nest(build.schedule(family, workload, family.default_plan(workload, arch), number))
+        plan = family.default_plan(workload, arch)
+        sch, more = family.schedule(workload, plan, 0), (plan, family.role_of(plan))
+    elif family in BACKWARD:
+        plan = family.default_plan("dk_dv", workload, arch)
+        sch, more = family.schedule("dk_dv", workload, plan, 0), (plan, family.ROLES["dk_dv"])
+    else:
+        plan = family.default_plan(workload, arch)
+        sch, more = build.schedule(family, workload, plan, 0), (plan,)
+    found = []
+    for stage in family.STAGES:
+        stage(sch, *more)
+        found.append(loop_nest(sch))
+    return found
 
 
 def rewrite_picture(stage, picture):
@@ -120,7 +132,7 @@ def test_picture_in_the_docstring_is_true(value, request):
     stage = family.STAGES[number - 1]
     shown = picture_in(inspect.getdoc(stage) or "")
     assert shown is not None, "the docstring has no picture `Loop nest::`"
-    true = excerpt(nest_after(family, number), pictured_blocks(shown))
+    true = excerpt(nests(family)[number - 1], pictured_blocks(shown))
     if request.config.getoption("--update-nests") and shown != true:
         rewrite_picture(stage, true)
     else:

@@ -318,7 +318,7 @@ class TestRecord:
 
     def chosen(self, logs, plan="best"):
         args, device = self.given(logs, plan)
-        return options.chosen_gradients(args, device.slug, WORKLOAD, device.arch)
+        return options.chosen_gradients(args, device, WORKLOAD)
 
     def test_is_of_whole_gradients_that_were_proved(self, tuned):
         run = json.loads(next(tuned[0].glob(f"*/{NAME}/{log.RUN}")).read_text())
@@ -354,7 +354,7 @@ class TestRecord:
     @pytest.mark.parametrize("change, message", [
         (lambda best: best.update(declaration="1"), "the declaration has changed since"),
         (lambda best: best.update(family="gone"), "there is no family gone any more"),
-        (lambda best: best["plan"].pop("dq.unroll"), "plans of cpu_backward have other fields than"),
+        (lambda best: best["plan"].pop("dq.q_tile"), "plans of cpu_backward have other fields than"),
         (lambda best: best["plan"].update({"dq.unroll": 3}), "cpu_backward offers no plan")])
     def test_of_other_sources_is_refused_by_name(self, copied, change, message):
         logs, path = copied
@@ -368,7 +368,7 @@ class TestRecord:
         args, device = self.given(tuned[0])
         args.backward = backward.ANY_ORDER
         with pytest.raises(log.LogError, match=r"a record of .*\+any-order for .* was wanted, found none in .*--backward any-order"):
-            options.tuned_gradients(args, device.slug, WORKLOAD, device.arch)
+            options.tuned_gradients(args, device, WORKLOAD)
 
 
 def test_the_timed_call_has_probabilities():

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from schedules import registry
-from schedules.tuning import log, records
+from schedules.tuning import log, records, runner
 from schedules.tuning.log import ForeignLog
 from schedules.tuning.subjects import ForwardPass
 from scripts import cli, tune
+from scripts.report import REPORT
 from tests import stand_in
+from tests.commands import command as command_of
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +33,12 @@ def command(*arguments):
         return cli.main(tune.run, tune.make_parser().parse_args([str(argument) for argument in arguments]))
     except SystemExit as stop:
         return stop.code
+
+
+@pytest.fixture(autouse=True)
+def short_duels(monkeypatch):
+    """Who wins is not asked here: sessions in this process end with one round, not with seconds of timing."""
+    monkeypatch.setattr(runner, "DUEL_ROUNDS", 1)
 
 
 @pytest.fixture
@@ -105,7 +113,7 @@ class TestRefused:
         assert "tuning needs the device itself, found sm_80, of which this machine has none" in capsys.readouterr().err
 
     def test_a_gpu_without_a_row(self, capsys, monkeypatch):
-        monkeypatch.setattr(cli, "_gpu", lambda: ("NVIDIA Future", (13, 7)))
+        monkeypatch.setattr(cli, "_gpu", lambda: ("NVIDIA Future", (13, 7), 200))
         assert command("--workload", "d64_f16_full") == cli.USAGE
         assert "compute capability 13.7 has no row in schedules/arch.py" in capsys.readouterr().err
 
@@ -126,6 +134,7 @@ class TestRefused:
         assert re.match(rf"error: no plan of {NAME} has passed so far, found 2 of 2 refused: 2 not built \(ScheduleError: .*\)\n",
                         capsys.readouterr().err)
         assert not (folder_of(tmp_path) / log.RUN).exists()
+        assert "ScheduleError" in (folder_of(tmp_path) / REPORT).read_text()
 
 
 class TestSession:
@@ -140,7 +149,7 @@ class TestSession:
 
     def test_leaves_a_log_with_its_birth_certificate(self, tuned):
         folder = folder_of(tuned[0])
-        assert {path.name for path in folder.iterdir()} == {log.MEASURED, log.RUN, *log.DATABASE}
+        assert {path.name for path in folder.iterdir()} == {log.MEASURED, log.RUN, *log.DATABASE, REPORT}
         run = json.loads((folder / log.RUN).read_text())
         assert run["device"]["slug"] == folder.parent.name
         assert (run["trials"], run["best"]["measured"], run["best"]["family"]) == (3, "duel", "cpu")
@@ -153,6 +162,13 @@ class TestSession:
         folder = folder_of(tuned[0])
         assert sum(path.stat().st_size for path in folder.iterdir()) < 400_000
         assert not any(str(ROOT) in path.read_text() for path in folder.iterdir())
+
+    def test_tells_in_a_page_what_the_log_alone_tells(self, tuned, tmp_path):
+        command_of("report", "--logs", tuned[0], "--workload", NAME, "--output", tmp_path / "page.html", code=cli.DONE)
+        assert (tmp_path / "page.html").read_bytes() == (folder_of(tuned[0]) / REPORT).read_bytes()
+        page, run = (tmp_path / "page.html").read_text(), json.loads((folder_of(tuned[0]) / log.RUN).read_text())
+        assert all(f'<data value="{run["best"][key]["median"]}">' in page for key in ("last_round", "default_plan"))
+        assert "seconds of tuning" in page and f"{cli.find_device('cpu').arch.vector_bits} bits" in page
 
     def test_the_record_is_found_again(self, tuned):
         device, workload = cli.find_device("cpu"), cli.parse_workload(NAME)
@@ -207,7 +223,7 @@ def test_ctrl_c_keeps_what_there_is(tmp_path):
     assert complaints.splitlines()[-1].startswith("error: interrupted: what was tuned so far is kept in ")
     assert "Traceback" not in complaints
     folder = folder_of(tmp_path)
-    assert {path.name for path in folder.iterdir()} == {log.MEASURED, log.RUN, *log.DATABASE}
+    assert {path.name for path in folder.iterdir()} == {log.MEASURED, log.RUN, *log.DATABASE, REPORT}
     run = json.loads((folder / log.RUN).read_text())
     assert run["best"]["measured"] == "search"
     assert run["trials"] == len(json.loads((folder / log.MEASURED).read_text())["plans"]) >= 1

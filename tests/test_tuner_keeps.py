@@ -3,7 +3,6 @@ import itertools
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,16 +13,14 @@ import psutil
 import pytest
 from tvm.s_tir import meta_schedule as ms
 
-from schedules import backward
-from schedules.arch import CUDA_ARCHS, cuda_arch
+from schedules.arch import CUDA_ARCHS
 from schedules.lowering.toolkit import run_c_compiler
 from schedules.tuning import log, reasons, run_worker, search
 from schedules.tuning.last_round import Winner
 from schedules.tuning.log import Outcome
 from schedules.tuning.search import Limits
 from schedules.tuning.sensors import Sensors, summary
-from schedules.tuning.subjects import ForwardPass, subject_named, subject_of
-from schedules.tuning.transfer import hints
+from schedules.tuning.subjects import ForwardPass, subject_named
 from tests import fake_tuner, stand_in
 from tests.commands import command
 from tests.fake_tuner import ARCH, SHAPE, SLUG, WORKLOAD, Clock, FakeBuilder, FakeRunner, outcome_of, session, spaces
@@ -265,49 +262,6 @@ class TestQuick:
         made = session(runner=Hanging(), clock=clock)
         made.run(Limits(seconds=60))
         assert clock.now <= 62 and len(made.known) == 3
-
-    def copied(self, root, slug, arch):
-        """A committed log as if it were of another device."""
-        folder = root / slug / "fwd_d128_dv128_f16_causal"
-        shutil.copytree(LOGS / "nvidia-h200" / folder.name, folder)
-        for name in (log.RUN, log.MEASURED):
-            (folder / name).write_text((folder / name).read_text().replace('"sm_90a"', f'"{arch}"'))
-        return folder
-
-    def hinted(self, root, arch="sm_90a", slug="nvidia-h100"):
-        subject, arch = subject_named("fwd_d128_dv128_f16_causal"), cuda_arch(arch)
-        return hints(root, slug, subject, arch, subject.parts(subject.takers(arch), arch))
-
-    def test_a_new_device_begins_with_what_was_best_on_the_nearest_one(self, tmp_path):
-        nearest, keys = self.hinted(LOGS)
-        best = json.loads((LOGS / "nvidia-h200" / "fwd_d128_dv128_f16_causal" / log.RUN).read_text())["best"]
-        assert nearest == "nvidia-h200" and [plan.values() for _, plan in keys[None]][0] == best["plan"] and 1 < len(keys[None]) <= 4
-        for slug, arch in (("a-far-one", "sm_80"), ("b-near-one", "sm_90a"), ("c-far-one", "sm_100a")):
-            if arch in CUDA_ARCHS:
-                self.copied(tmp_path, slug, arch)
-        assert self.hinted(tmp_path)[0] == "b-near-one"
-        assert self.hinted(tmp_path, slug="b-near-one")[0] == "a-far-one", "its own log is no hint"
-
-    def test_what_does_not_fit_or_cannot_be_read_is_no_hint(self, tmp_path):
-        assert self.hinted(tmp_path) == (None, {})
-        assert self.hinted(LOGS, "sm_80")[0] is None, "plans for wgmma"
-        folder = self.copied(tmp_path, "torn", "sm_90a")
-        (folder / log.MEASURED).write_text("{")
-        assert len(self.hinted(tmp_path)[1][None]) == 1, "the best stands in run.json too"
-        (folder / log.RUN).write_text("{")
-        assert self.hinted(tmp_path) == (None, {})
-
-    @pytest.mark.parametrize("order", [None, backward.IN_ORDER])
-    def test_a_cpu_begins_with_what_was_best_on_another_for_each_function(self, tmp_path, order):
-        subject = subject_of(WORKLOAD, order)
-        parts = subject.parts(subject.takers(ARCH), ARCH)
-        ranked = {part: [(spaces[0].family.NAME, plan) for plan in spaces[0].fitting_plans()[:6]] for part, spaces in parts.items()}
-        other = log.Log(tmp_path, "another-cpu", subject, ARCH)
-        other.write_measured({key: Outcome(1e-3 * (9 - n)) for keys in ranked.values() for n, key in enumerate(keys)}, {}, SHAPE)
-        other.write_run({"workload": subject.name, "arch": ARCH.name, "device": {"slug": "another-cpu"}, "shape": log.data_of(SHAPE),
-                         "best": None, "sessions": []})
-        nearest, found = hints(tmp_path, SLUG, subject, ARCH, parts)
-        assert nearest == "another-cpu" and found == {part: keys[:1:-1] for part, keys in ranked.items()}
 
     def test_hints_are_tried_behind_the_default_plan(self):
         hint = "stand_in", spaces()[0].seed.but(lanes=4, spare=3)

@@ -9,11 +9,12 @@ import pytest
 import tvm_ffi
 
 from schedules import registry
-from schedules.arch import CUDA_ARCHS, cpu_arch
+from schedules.arch import cpu_arch
 from schedules.space import decisions
 from schedules.tuning import log, records
 from schedules.tuning.database import replay, write_database
 from schedules.tuning.forms import static_form, symbolic_form
+from schedules.tuning.nearest import machine_of
 from schedules.tuning.results import champion_of, conclude
 from schedules.tuning.search import Limits
 from schedules.tuning.subjects import ForwardPass, subject_named
@@ -202,11 +203,11 @@ COMMITTED = sorted(path.parent for path in (Path(__file__).parent.parent / "tuni
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
 def test_a_committed_log_is_of_these_sources(folder):
     run, subject = log.read_json(folder / log.RUN), subject_named(folder.name)
-    assert run["arch"] in CUDA_ARCHS, "logs of CPUs are not committed"
-    record = records.best_record(folder.parent.parent, folder.parent.name, subject.workload, CUDA_ARCHS[run["arch"]], subject.order)
+    arch = machine_of(folder).arch
+    record = records.best_record(folder.parent.parent, folder.parent.name, subject.workload, arch, subject.order)
     parts = subject.parts((subject.families()[record.family],), record.arch)
     for part, (name, plan) in subject.split((record.family, record.plan)).items():
         space = next(space for space in parts[part] if space.owns(name, plan))
         record_in_database, sch = replay(folder, space, record.shape)[0]
-        assert str(record_in_database.target.arch) == run["arch"]
+        assert str(record_in_database.target.attrs["arch" if arch.kind == "cuda" else "mcpu"]) == run["arch"]
         assert type(plan)(**decisions(sch.mod)[2]) == plan

@@ -8,9 +8,10 @@ from tvm.tirx.compilation_pipeline import get_tir_pipeline
 
 from schedules.arch import cuda_arch
 from schedules.build import schedule
-from schedules.families import wgmma, wgmma_backward, wgmma_fused_backward, wgmma_plan
+from schedules.families import wgmma, wgmma_backward, wgmma_fused_backward, wgmma_ordered_backward, wgmma_plan
 from schedules.intrinsics import events
 from schedules.lowering import products_in_flight, register_shares, warp_roles
+from schedules.plan import plan_of
 from te_defs.workload import Workload
 
 ARCH = cuda_arch("sm_90a")
@@ -18,7 +19,8 @@ WORKLOAD, WIDE = Workload(64, 64, "float16", "causal"), Workload(256, 256, "floa
 #: Functions of schedules.intrinsics.events that are no calls in a kernel, or stand for a loop index before the roles are split.
 NOT_SPLIT = {"name_of", "key_tile"}
 #: Events that lowering adds, and those of the backward pass alone.
-ADDED, BACKWARD = {"bulk_load", "tell", "told", "release_before"}, {"meet", "reclaim", "add_up", "issued", "awaited"}
+ADDED, BACKWARD = {"bulk_load", "tell", "told", "release_before"}, {
+    "hand_over", "meet", "reclaim", "add_up", "await_turn", "give_turn", "issued", "awaited"}
 #: Those of which lowering.products_in_flight makes numbers before roles are split.
 COUNTED = {products_in_flight.ISSUED, products_in_flight.AWAITED}
 
@@ -49,9 +51,26 @@ def test_none_is_left_of_the_backward_functions(role, workload):
     assert shared_bytes(mod) == counted
 
 
-def test_none_is_left_of_the_fused_backward_function():
-    mod = wgmma_fused_backward.schedule(WORKLOAD, wgmma_fused_backward.default_plan(WORKLOAD, ARCH)).mod
-    assert {"meet", "reclaim", "add_up"} <= events_in(mod) and events_in(lowered(mod)) == set()
+@pytest.mark.parametrize("across", [0, 1])
+@pytest.mark.parametrize("family", [wgmma_fused_backward, wgmma_ordered_backward], ids=lambda it: it.NAME)
+def test_none_is_left_of_the_functions_of_five_products(family, across):
+    """And shared memory holds what the budget says, with one copy of what is added to dQ and with two."""
+    plan = family.default_plan(WORKLOAD, ARCH).but(across=across)
+    mod = family.schedule(WORKLOAD, plan).mod
+    assert {"hand_over", "meet", "reclaim", "add_up"} <= events_in(mod)
+    low = lowered(mod)
+    assert events_in(low) == set() and ("flashtir_give_turn" in str(low)) == (family is wgmma_ordered_backward)
+    counted = next(used for name, used, *_ in family.budget(WORKLOAD, ARCH, plan).rows if name == "shared memory")
+    assert shared_bytes(low) == counted
+
+
+def test_plans_of_before_a_field_have_its_default():
+    told = wgmma_plan.WgmmaPlan(128, 128, ping_pong=0).values()
+    del told["skip_hidden"]
+    assert plan_of(wgmma_plan.WgmmaPlan, told) == wgmma_plan.WgmmaPlan(128, 128, ping_pong=0)
+    assert plan_of(wgmma_plan.WgmmaPlan, {**told, "warps": 4}) is None
+    del told["q_tile"]
+    assert plan_of(wgmma_plan.WgmmaPlan, told) is None
 
 
 def shared_bytes(mod):

@@ -4,7 +4,8 @@ Products run in the order in which they are issued, beside the arithmetic of the
 what an order decides; which registers, too: a matrix has some from the issue of its product up to its last use.
 
 In the orders of ACROSS a turn is cut in two, and its second part runs beside the first of the next turn (a software pipeline of two
-stages). Tensor cores then have work while exponentials are computed, while dS is made and while warpgroups meet.
+stages). Tensor cores then have work while exponentials are computed, and while dS is made. That of all five products is not cut: there the
+product for dK runs while warpgroups meet, and what is added to dQ is handed over in the next turn.
 """
 from dataclasses import dataclass, replace
 
@@ -48,10 +49,9 @@ APART = {
                   {"S_warp": (), "dP_warp": (), "dQ_part_warp": (events.DO,), "dK_acc": (events.Q,), "dV_acc": ()}),
 }
 
-#: S of the next turn is issued as soon as dS has been computed, in the registers of P; then dV is awaited, whose operand makes room for the
-#: cast of dS. Beside S warpgroups meet, beside dQ and dK exponentials are computed, and dS beside dV. Three blocks of registers are enough
-#: besides the sums: one for S and P, one for dQ, dP and dS, and one for what is cast.
-#: Where nothing is handed over dP is issued with S.
+#: S of the next turn is issued as soon as dS has been computed, in the registers of P; then dV is awaited, whose operand makes room for
+#: the cast of dS. Beside dK exponentials are computed, and dS beside dV. Three blocks of registers are enough besides the sums: one for S
+#: and P, one for dP and dS, and one for what is cast.
 ACROSS = {
     "dq": Turn(("K_load", "V_load", "S_init", "S", "dS_cast", "dQ_init", "dQ_acc_new", "dP_init", "dP", "S_warp", "P", "P_masked", "dQ_acc",
                 "dP_warp", "dS"),

@@ -72,6 +72,9 @@ class CpuPlan(Plan):
     rows: int = 8
     unroll: int = 1
 
+    def on(self, arch):
+        return self.but(threads=arch.cores)
+
     @property
     def panel(self):
         """Query rows of a panel."""

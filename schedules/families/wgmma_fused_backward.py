@@ -2,18 +2,20 @@
 
 To what wgmma_backward does for dK and dV, by its stages, a turn adds dQ of its queries. No thread has their rows: the warpgroups hand dS
 over to each other through shared memory, as [key][query], and meet; each then takes 64 of the queries, or all and a part of the channels,
-and multiplies with the keys, which stay. While the product for dK runs, each warp sets its 16 rows of the result down in shared memory and
-has them added to memory by one instruction (as FlashAttention-3 does); nobody waits for it but who sets down the next. The sums lie in
-tiles of queries, and in these as warps add them; `dq_cast` reads them so.
+and multiplies with the keys, which stay. While the product for dK runs, each warp sets its 16 rows of the result down in shared memory; one
+thread beside the loader's has the whole tile added to memory by one instruction (as FlashAttention-3 does), and nobody waits for it but who
+sets down the next. The sums lie in tiles of queries, and in these as warps set them down; `dq_cast` reads them so.
 
-There are two copies of dS: who writes one has waited, in the turn before, for everybody's product with it two turns before.
+There are two copies of dS: who writes one has waited, in the turn before, for everybody's product with it two turns before. With the plan's
+`across` dQ is the last product of a turn, handed over in the next one by the fence that dS needs, and has two copies, too.
 
 In the nest of wgmma_backward, behind dS_cast::
 
-    dS_cast_shared                            @warp: stores of matrices, then the consumers meet
-    dQ_part                                   @warp: a chain of wgmma, both operands from shared memory
+    dS_cast_shared                            @warp: stores of matrices
+    dQ_part                                   the consumers meet; @warp: a chain of wgmma, both operands from shared memory
     dK_acc_new                                as before
-    dQ_part_warp dQ_part_warp_shared dQ_sum   dQ_part is awaited here; @warp: stores, and an addition to memory
+    dQ_part_warp dQ_part_warp_shared          dQ_part is awaited here; @warp: stores
+    dQ_sum                                    an addition to memory, by the adder
 """
 from tvm.s_tir import TensorIntrin
 

@@ -12,7 +12,7 @@ from schedules.families import wgmma_fused_backward
 from schedules.families.wgmma_fused_backward import (  # noqa: F401, the same here
     BINDS_AT, CONFIG, PIPELINE, PLAN, STRIDED, WHOLE_ROWS, budget, compiler_options, default_plan, knobs, role_of, tile_choices)
 from schedules.lowering.ordered_sums import AHEAD, ORDERED, TURN
-from te_defs.masks import MASKS
+from te_defs.masks import MASKS, Mask
 
 NAME = "wgmma_ordered_backward"
 ROLE = "ordered"
@@ -21,8 +21,9 @@ ROLE = "ordered"
 def decline(workload, arch):
     """Why this family does not take the workload, or None."""
     reason = wgmma_fused_backward.decline(workload, arch)
-    if reason is None and workload.mask not in MASKS and workload.mask_class.query_begin is not MASKS["causal"].__base__.query_begin:
-        return "who waits for whom is proved for the project's own masks and for those that do not say which queries see a key"
+    mask = workload.mask_class
+    if reason is None and not any((mask.query_begin, mask.query_end) == (it.query_begin, it.query_end) for it in (Mask, *MASKS.values())):
+        return "who waits for whom is known only where which queries see a key is said by one of the project's own masks"
     return reason
 
 

@@ -4,8 +4,8 @@ and how they add a matrix in registers to one in memory that many blocks add to.
 The matrix goes to shared memory with the fragments' columns side by side, [chunk of columns, row, column of the chunk], swizzled as the
 tensor memory accelerator would have it, where wgmma reads either operand in either order.
 
-What is added to memory goes there through shared memory, four registers of a lane at a time: a warp's 16 rows are one piece of the sums, and
-all pieces of a tile are added by a single instruction of another warp (PTX ISA, "cp.reduce.async.bulk"). The contract is that of
+What is added to memory goes there through shared memory, four registers of a lane at a time: a warp's 16 rows are one piece of the sums,
+and all pieces of a tile are added by a single instruction of another warp (PTX ISA, "cp.reduce.async.bulk"). The contract is that of
 schedules.intrinsics.wgmma.
 """
 from tvm.script import tirx as T

@@ -2,13 +2,10 @@
 
 A tile that a mask cuts through has, for the 16 rows of a warp, columns that none of them sees. Behind `mask_bits` the words that say who
 sees what are at hand, so a vote of the warp tells for each part of the columns whether anybody sees one. Where nobody does, its maxima,
-exponentials and sums are left out, and its probabilities are zero: the same numbers, bit for bit.
+exponentials and sums are left out, and its probabilities are zero: the same numbers, bit for bit. Branches take registers.
 
-Masks that begin behind the first key, such as windows, have few tiles for a row of queries, and at both ends hidden columns; for others it
-is not worth the registers that branches take (7 more than there are, at 64 channels with three warpgroups).
-
-The statements that this is about, in one sequence: the words and the nests that mask S by them, the row maxima, whatever else, P, its row
-sums. Where they are not all there, or a row has several words, everything stays as it is.
+The statements that this is about, in one sequence: under a mark the words and the nests that mask S by them, the row maxima, whatever else,
+P, its row sums. Where they are not all there, or a row has several words, everything stays as it is.
 """
 import functools
 from dataclasses import dataclass
@@ -21,6 +18,8 @@ from schedules.lowering import mask_bits
 from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
 from schedules.lowering.work_tiles import flat
 
+#: Mark of the nest that masks S; 0: leave everything as it is.
+SKIP = "pragma_flashtir_skip_hidden"
 #: Parts of a tile's columns.
 PARTS = 2
 
@@ -82,16 +81,9 @@ def _nest(stmt, buffer):
     return _Nest(tuple(loops), stores[-1], places[0], start) if len(places) == 1 else None
 
 
-def _inverts(word):
-    """Whether a word says where a range begins: it has ones from there on."""
-    found = []
-    tvm_ffi.structural_walk(word, (tirx.BitwiseNot, found.append))
-    return bool(found)
-
-
 def _masked(parts):
-    """(words, _Nests, statements) of a sequence that begins with the words of a mask whose ranges have a begin; None of another one."""
-    words, nests, begins = [], [], False
+    """(words, _Nests) of a sequence that is the words of a mask and what they mask; None of another one."""
+    words, nests = [], []
     while 2 * len(words) + 1 < len(parts):
         bind, nest = parts[2 * len(words):2 * len(words) + 2]
         if not (isinstance(bind, tirx.Bind) and bind.var.name == mask_bits.SEEN and isinstance(nest, tirx.For)):
@@ -99,23 +91,22 @@ def _masked(parts):
         found = mask_bits.nest_of(nest)
         if found is None:
             return None
-        begins = begins or _inverts(bind.value)
         words.append(bind.var)
         loops, store = found
         nests.append(_Nest(tuple(loops), store, store.indices[0]))
-    return (words, nests, 2 * len(words)) if begins else None
+    return (words, nests) if words and 2 * len(words) == len(parts) else None
 
 
-def _without_hidden(parts):
-    """A sequence that begins with the words of a mask, with the statements that hidden columns need not run in branches; None where that
-    is not what stands there."""
-    found = _masked(parts)
+def _without_hidden(marked, parts):
+    """The statements of a mask, and those behind them, with the statements that hidden columns need not run in branches; None where these
+    are not what stands there."""
+    found = _masked(marked)
     if found is None:
         return None
-    words, masked, at = found
+    words, masked = found
     scores = masked[0].store.buffer
-    maxima = _nest(parts[at], scores) if at < len(parts) else None
-    after = next((n for n in range(at + 1, len(parts)) if _nest(parts[n], scores)), None)
+    maxima = _nest(parts[0], scores) if parts else None
+    after = next((n for n in range(1, len(parts)) if _nest(parts[n], scores)), None)
     if maxima is None or maxima.start is None or after is None or after + 1 >= len(parts):
         return None
     exponentials = _nest(parts[after], scores)
@@ -140,20 +131,19 @@ def _without_hidden(parts):
         by_exponentials.append(tirx.IfThenElse(
             any_sees != 0, tirx.SeqStmt([it.part(part, registers) for it in (exponentials, sums)]),
             exponentials.part(part, registers, zero)))
-    return [*(parts[n] for n in range(0, at, 2)), *votes, maxima.started(), *by_scores, *parts[at + 1:after], sums.started(),
+    return [*marked[::2], *votes, maxima.started(), *by_scores, *parts[1:after], sums.started(),
             *by_exponentials, *parts[after + 2:]]
 
 
 @function_pass("flashtir.SkipHiddenColumns")
 def skip_hidden_columns(func):
-    """Leave out the exponentials of columns that a mask hides from all rows of a warp; to run behind mask_bits."""
+    """Leave out, behind marked nests, the exponentials of columns that a mask hides from all rows of a warp; to run behind mask_bits."""
     def skip(sequence):
         parts, n = flat(sequence), 0
         while n < len(parts):
-            found = _without_hidden(parts[n:]) if isinstance(parts[n], tirx.Bind) and parts[n].var.name == mask_bits.SEEN else None
-            if found is not None:
-                parts = [*parts[:n], *found]
-                n += len(found) - 1
+            if isinstance(parts[n], tirx.AttrStmt) and parts[n].attr_key == SKIP:
+                found = _without_hidden(flat(parts[n].body), parts[n + 1:]) if int(parts[n].value) else None
+                parts = [*parts[:n], *(found or [parts[n].body, *parts[n + 1:]])]
             n += 1
         return tirx.SeqStmt(parts)
 

@@ -25,7 +25,7 @@ def deal(order, wave, block, blocks, heads, tiles):
     blocks  blocks of the grid
     heads   heads times batch entries
     tiles   query tiles of a head
-    All are integers, of Python or of TIR; the result is a permutation of the heads * tiles tiles over waves and blocks.
+    All are integers, of Python or of TIR, or arrays of them; the result is a permutation of the heads * tiles tiles over waves and blocks.
     """
     total, turned = heads * tiles, select(remainder(wave, 2), blocks - 1 - block, block)
     if order == TO_AND_FRO:

@@ -45,9 +45,11 @@ def take_turns_at_sums(func):
         stores = []
         tvm_ffi.structural_walk(block.body, (tirx.BufferStore, stores.append))
         store, = stores
-        place, turn = (store.value.a, store.value.b) if block.name_hint == AHEAD else (tirx.BufferLoad(store.buffer, store.indices), store.value.b)
-        event = events.await_turn if block.name_hint == AHEAD else events.give_turn
-        return s_stmt.SBlock(block.iter_vars, block.reads, block.writes, block.name_hint, tirx.Evaluate(event(tirx.address_of(place), turn)))
+        if block.name_hint == AHEAD:
+            event = events.await_turn(tirx.address_of(store.value.a), store.value.b)
+        else:
+            event = events.give_turn(tirx.address_of(tirx.BufferLoad(store.buffer, store.indices)), store.value.b)
+        return s_stmt.SBlock(block.iter_vars, block.reads, block.writes, block.name_hint, tirx.Evaluate(event))
     return func.with_body(tvm_ffi.structural_map(func.body, (s_stmt.SBlock, lowered)))
 
 

@@ -3,9 +3,9 @@
 A tile's number modulo the copies is its copy, its number divided by them the turn, whose last bit is the phase to wait for. Tiles that come
 by have `stages` copies, or one where they are `single`, and are numbered by the turns of the loop over them; those that stay have
 `query_stages`, and are numbered by the tiles of work. A tile that the consumers write for each other has no barriers here, and two copies:
-who writes one has met the others since they read it (warp_roles). A tile that consumers write to have it added to memory has one copy or
-two, and barriers with the parts exchanged: consumers say "full". In shared memory stand first the tiles, then the numbers that go with their rows,
-then the barriers.
+who writes one has met the others since they read it (warp_exchange). A tile that consumers write to have it added to memory has one copy or
+two, and barriers with the parts exchanged: consumers say "full". In shared memory stand first the tiles, then the numbers that go with
+their rows, then the barriers.
 """
 import math
 
@@ -30,9 +30,9 @@ def barrier_bytes(stages, query_stages, stays=1, added=0):
     return 2 * (stays * query_stages + 2 * stages + added) * BARRIER_BYTES
 
 
-def bookkeeping_bytes(stages, query_stages, stays=1, added=0):
+def bookkeeping_bytes(stages, query_stages, stays=1):
     """Shared memory of barriers, and of what the loader tells about each copy of Q."""
-    return barrier_bytes(stages, query_stages, stays, added) + query_stages * rewrite.FACT_BYTES
+    return barrier_bytes(stages, query_stages, stays) + query_stages * rewrite.FACT_BYTES
 
 
 def element_bytes(tile):
@@ -64,9 +64,11 @@ class Rings:
         self.numbers = {}
         for call in work_tiles.events_in(program, "tell"):
             self.numbers.setdefault(call.args[1].args[0].source, (int(call.args[2]), self.offset(None)))
-        added = self.sums * len(self.added)
-        elements = self.offset(None) + bookkeeping_bytes(stages, query_stages, len(self.stays), added) // ELEMENT_BYTES
+        elements = self.offset(None) + (self.barrier_bytes() + query_stages * rewrite.FACT_BYTES) // ELEMENT_BYTES
         self.shared = tirx.decl_buffer((elements,), bulk_loads.tile_of(self.loads[events.Q]).dtype, "shared", scope="shared.dyn")
+
+    def barrier_bytes(self):
+        return barrier_bytes(self.stages, self.query_stages, len(self.stays), self.sums * len(self.added))
 
     def offset(self, ring):
         """First element of a ring in shared memory; for None the first behind all of them, and behind the numbers that go with tiles.
@@ -100,7 +102,7 @@ class Rings:
 
     def facts(self, wave):
         """Shared address of what the loader tells the consumers about the work tile of a wave."""
-        first = self.offset(None) + barrier_bytes(self.stages, self.query_stages, len(self.stays), self.sums * len(self.added)) // ELEMENT_BYTES
+        first = self.offset(None) + self.barrier_bytes() // ELEMENT_BYTES
         base = T.cuda.cvta_generic_to_shared(tirx.address_of(tirx.BufferLoad(self.shared, [tirx.const(first, "int32")])))
         return base + tirx.Cast("uint32", tirx.truncmod(wave, tirx.const(self.query_stages, "int32")) * rewrite.FACT_BYTES)
 

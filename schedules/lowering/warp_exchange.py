@@ -100,11 +100,13 @@ def _place(pointer, bounds):
 
 
 def _without_bounds(index, bounds):
-    """The index with variables where minima, maxima and choices stand, such as the first turn of a loop: what is not a sum or product is
-    computed in 32 bits, while the index will have 64."""
-    if isinstance(index, (tirx.Add, tirx.Sub, tirx.Mul)):
+    """The index with variables where minima, maxima, choices and conditions stand, such as the first turn of a loop: what is not a sum or
+    product is computed in 32 bits, while the index will have 64."""
+    if isinstance(index, tirx.Mul) and any(isinstance(part, tirx.Cast) and str(part.value.ty) == "bool" for part in (index.a, index.b)):
+        pass
+    elif isinstance(index, (tirx.Add, tirx.Sub, tirx.Mul)):
         return type(index)(*(_without_bounds(part, bounds) for part in (index.a, index.b)))
-    if not isinstance(index, (tirx.Min, tirx.Max, tirx.Select)):
+    elif not isinstance(index, (tirx.Min, tirx.Max, tirx.Select)):
         return index
     var = tirx.Var("bound", index.ty)
     bounds.append(tirx.Bind(var, once(index)))

@@ -30,20 +30,20 @@ from schedules.tuning.subjects import subject_named
 _PR_SET_PDEATHSIG = 1
 
 
-def facts_of(kind, arch, slug, description, driver):
+def facts_of(kind, arch, slug, description, sms, driver):
     """What a worker tells of itself, as plain data.
 
     kind, arch, slug, description  of the device, as scripts.cli.Device has them
-    driver                         version of the NVIDIA driver, None on a CPU
+    sms, driver                    multiprocessors of a GPU and version of its driver, None on a CPU
     """
     told = asdict(arch) if kind == "cpu" else {"name": arch.name, "capability": list(arch.capability)}
-    return {"kind": kind, "arch": told, "slug": slug, "name": description, "driver": driver, "node": platform.node(),
+    return {"kind": kind, "arch": told, "slug": slug, "name": description, "sms": sms, "driver": driver, "node": platform.node(),
             "versions": own_versions()}
 
 
 def own_versions():
-    """What must be the same at both ends: TVM, which loads what is sent, and our sources, which judge it."""
-    return {"tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__, "sources": _digest()}
+    """What must be the same at both ends: the instruction set of what is sent, TVM, which loads it, and our sources, which judge it."""
+    return {"machine": platform.machine(), "tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__, "sources": _digest()}
 
 
 def _digest():

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 
+from schedules.plan import plan_of
 from schedules.tuning.reasons import of_schema_1
 from te_defs.workload import Shape
 
@@ -43,7 +44,8 @@ class ForeignLog(LogError):
 @dataclass(frozen=True)
 class Outcome:
     """What is known of a plan: seconds a call, or the reason why it was refused (schedules.tuning.reasons); registers and bytes of spills
-    per thread; (most - least) / median of its seconds; and whether it passed the large set of inputs, None where it was not asked."""
+    per thread; (most - least) / median of its seconds; whether it passed the large set of inputs, None where it was not asked; and after
+    how many seconds of tuning, all sessions together, it was known."""
 
     seconds: float | None = None
     refused: str | None = None
@@ -51,6 +53,7 @@ class Outcome:
     spill_bytes: int | None = None
     spread: float | None = None
     proven: bool | None = None
+    after: float | None = None
 
 
 class Log:
@@ -100,9 +103,9 @@ class Log:
         try:
             for family, values, *outcome in data["plans"]:
                 if family in families:
-                    names = data["fields"][family]
-                    if set(names) == {field.name for field in fields(families[family].PLAN)}:
-                        outcomes[family, families[family].PLAN(**dict(zip(names, values)))] = _sound(Outcome(*outcome), earlier)
+                    plan = plan_of(families[family].PLAN, dict(zip(data["fields"][family], values)))
+                    if plan is not None:
+                        outcomes[family, plan] = _sound(Outcome(*outcome), earlier)
             return outcomes, dict(data["declarations"])
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedLog(f"{path} must list plans and outcomes, found something else ({error!r}): delete the file") from error

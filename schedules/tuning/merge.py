@@ -4,8 +4,9 @@ A plan counts once, by the fewest seconds; one that any of them found wrong is r
 best of the logs stays, one that won a last round before others: the next session has the best few of all in its last round anyway.
 """
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
+from schedules.plan import plan_of
 from schedules.tuning.build_worker import declaration
 from schedules.tuning.database import RECORDS
 from schedules.tuning.log import DATABASE, MEASURED, RUN, ForeignLog, Log, LogError, data_of, read_json, shape_of, write_text
@@ -38,8 +39,7 @@ def read(log):
     log.check_database()
     members = log.subject.members()
     for family, names in (read_json(log.path / MEASURED) or {}).get("fields", {}).items():
-        wanted = {field.name for field in fields(members[family].PLAN)} if family in members else "no such family"
-        if wanted != set(names):
+        if family not in members or plan_of(members[family].PLAN, dict.fromkeys(names, 0)) is None:
             raise ForeignLog(f"{log.path / MEASURED} must hold plans of the sources as they are, found {family} with {', '.join(names)}: "
                              "tune again")
     return Source(log, run, *log.read_measured(members, shape_of(run["shape"])))

@@ -1,4 +1,5 @@
-"""The best plan on record, for whoever builds a kernel. A record counts for its own device and target only; there is no nearest match."""
+"""The best plan on record, for whoever builds a kernel. A record counts for its own device and target; who has none may borrow one by
+schedules.tuning.nearest."""
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from schedules.tuning.log import RUN, DamagedLog, ForeignLog, Log, LogError, rea
 from schedules.tuning.subjects import subject_of
 from te_defs.workload import Shape, Workload
 
-__all__ = ["DamagedLog", "ForeignLog", "LogError", "NoRecord", "Record", "StaleRecord", "best_record", "declaration_of", "read_runs"]
+__all__ = ["DamagedLog", "ForeignLog", "LogError", "NoRecord", "Record", "StaleRecord", "best_record", "declaration_of", "read_runs",
+           "record_in"]
 
 
 class NoRecord(LogError):
@@ -46,13 +48,20 @@ def best_record(logs_root, gpu_slug, workload, arch, order=None):
     arch      row of schedules.arch that the caller builds for
     Raises NoRecord, StaleRecord, ForeignLog (another device or target) or DamagedLog, each with one sentence.
     """
-    subject = subject_of(workload, order)
-    log = Log(logs_root, gpu_slug, subject, arch)
-    run = log.read_run()
+    return record_in(Log(logs_root, gpu_slug, subject_of(workload, order), arch), arch)
+
+
+def record_in(log, arch):
+    """The Record in a Log, for kernels that are lowered for a row of schedules.arch: the log's own, or that of a machine that borrows it.
+
+    Raises as `best_record` does, StaleRecord too where the family declines, or has no room for the plan on that machine.
+    """
+    subject, run = log.subject, log.read_run()
+    workload, order = subject.workload, subject.order
     best = None if run is None else run.get("best")
     if best is None:
         what = "" if order is None else f" --backward {order}"
-        raise NoRecord(f"a record of {subject.name} for {gpu_slug} was wanted, found none in {log.path}: run "
+        raise NoRecord(f"a record of {subject.name} for {log.slug} was wanted, found none in {log.path}: run "
                        f"python -m scripts.tune --workload {workload.name}{what}")
     log.check_database()
     if best["family"] not in subject.families():
@@ -61,8 +70,13 @@ def best_record(logs_root, gpu_slug, workload, arch, order=None):
     if key is None:
         raise _stale(log, f"plans of {best['family']} have other fields than {', '.join(best['plan'])}")
     family, plan = key
-    if not subject.offers(key, arch):
-        raise _stale(log, f"{family} offers no plan {plan}")
+    reason = subject.declines(arch)[family]
+    if reason is not None:
+        raise _stale(log, f"{family} declines: {reason}")
+    if arch != log.arch:
+        plan = plan.on(arch)
+    if not subject.offers((family, plan), arch):
+        raise _stale(log, f"{family} offers no plan {plan} on {arch.name}")
     if best["declaration"] != subject.declaration_of(key, arch):
         raise _stale(log, "the declaration has changed since")
     return Record(workload, family, plan, best["seconds"], shape_of(run["shape"]), arch, run)

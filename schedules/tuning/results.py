@@ -1,4 +1,6 @@
 """What a session leaves behind: the database of the best plan's space or spaces, and run.json."""
+from dataclasses import asdict
+
 from schedules.tuning.database import write_database
 from schedules.tuning.log import data_of
 from schedules.tuning.reasons import counts
@@ -29,6 +31,8 @@ def conclude(log, session, shape, run, winner, device, about):
                 "largest_error": score and score.error, "registers": winner.outcome.registers, "spill_bytes": winner.outcome.spill_bytes,
                 "declaration": session.declaration(winner), **_against(winner, session.default)}
     refused = sum(outcome.refused is not None for outcome in session.known.values())
+    if log.arch.kind == "cpu":
+        device = {**device, "cpu": asdict(log.arch)}  # facts that no row of schedules.arch has
     log.write_run({
         "workload": log.subject.name, "arch": log.arch.name, "device": device, "shape": data_of(shape), "best": best,
         "trials": len(session.known), "refused": refused,

@@ -90,6 +90,7 @@ class Session:
         np.random.seed(seed)  # an untrained XGBModel draws from NumPy's global state
         model = ms.cost_model.XGBModel(extractor=KnobFeatures(spaces), num_warmup_samples=12, verbose_eval=0, num_tuning_cores=threads)
         self.tasks = [Task(space, shape, model, known, seed + number, threads) for number, space in enumerate(spaces)]
+        self._earlier = max((outcome.after or 0.0 for outcome in known.values()), default=0.0)
         self.tried = self.refused = self.fruitless = 0  # fruitless: how many plans in a row brought no gain
         self._reference = None, None  # (key, artefact) of the best plan, which others are timed in turn with
         self._turns, self._owners = {task: 0 for task in self.tasks}, {}
@@ -236,7 +237,7 @@ class Session:
         outcome, path = self._outcome(future, best)
         if outcome is None:
             return
-        self.known[key] = outcome
+        self.known[key] = replace(outcome, after=round(self._earlier + self.host.clock() - self._begun, 1))
         self.tried += 1
         self.refused += outcome.refused is not None
         if outcome.refused is None:

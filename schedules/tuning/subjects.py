@@ -15,10 +15,11 @@ import tvm
 from schedules import backward, registry
 from schedules.backward_parts import Part, parts_of, plans_of
 from schedules.build import KERNEL, NEGATIVE_SCALE_KERNEL, declaration_of, signs
+from schedules.plan import plan_of
 from schedules.space import spaces_of
 from schedules.tuning.gate import Case, on_device
 from te_defs import reference
-from te_defs.workload import Shape, Workload, flops, timed_arguments
+from te_defs.workload import Shape, Workload, WorkloadError, flops, timed_arguments
 
 #: How far beyond their bounds gradients may be on hard inputs: these are of the first order, and where dP and delta cancel at large scores,
 #: kernels that add in another order than the yardstick reached 1.08 times the bounds in 600 random calls. Wrong ones are off by far more.
@@ -74,9 +75,8 @@ class ForwardPass:
     def key_of(self, family, values):
         """(name of the family, plan) from what a record says; None where there is no such family or its plans have other fields."""
         family = self.families().get(family)
-        if family is None or set(values) != {name for name in family.PLAN.__dataclass_fields__}:
-            return None
-        return family.NAME, family.PLAN(**values)
+        plan = None if family is None else plan_of(family.PLAN, values)
+        return None if plan is None else (family.NAME, plan)
 
     def split(self, key):
         """{part: key of the part's plan} of such a key."""
@@ -218,7 +218,10 @@ def subject_of(workload, order=None):
 
 
 def subject_named(name):
-    """The subject that the folder of a log is named for."""
-    which, rest, any_order = _NAME.fullmatch(name).groups()
+    """The subject that the folder of a log is named for; WorkloadError where it is named for none."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise WorkloadError(f"a log is named like fwd_d128_dv128_f16_causal or bwd_..., found {name!r}: correct the name")
+    which, rest, any_order = found.groups()
     order = None if which == "fwd" else backward.ANY_ORDER if any_order else backward.IN_ORDER
     return subject_of(Workload.parse(f"fwd{rest}"), order)

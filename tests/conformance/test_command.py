@@ -3,7 +3,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +10,8 @@ import pytest
 from scripts import conformance
 from te_defs import reference
 from te_defs.random_calls import judged, random_call, wanted, workloads_of
+from tests.commands import ROOT, command
 
-ROOT = Path(__file__).parent.parent.parent
 WORKLOADS = workloads_of("cpu")
 #: Calls that stand in every row of the table.
 CALLS = [random_call(number, WORKLOADS) for number in range(40)]
@@ -80,12 +79,10 @@ class TestTable:
 
 
 class TestCommand:
-    def command(self, *arguments):
-        return subprocess.run([sys.executable, "-m", "scripts.conformance", "--target", "cpu", *arguments], cwd=ROOT, capture_output=True,
-                              text=True)
-
     def test_one_call(self):
-        done = self.command("--call", "12")
+        """In a process of its own, since it starts others."""
+        done = subprocess.run([sys.executable, "-m", "scripts.conformance", "--target", "cpu", "--call", "12"], cwd=ROOT,
+                              capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "| all calls | 1 of 1 |" in done.stdout
 
@@ -93,8 +90,8 @@ class TestCommand:
         (("--calls", "0"), "a number of calls from 1 to 999999 is wanted, found 0"), (("--family", "mma"), "found that mma takes none"),
         (("--target", "sm_90a"), "calls need a device that is there"), (("--against", "jax"), "invalid choice: 'jax'")])
     def test_what_cannot_be_meant(self, arguments, message):
-        done = self.command(*arguments)
-        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+        complaints = command("conformance", "--target", "cpu", *arguments, code=2).stderr
+        assert message in complaints and "Traceback" not in complaints
 
     def test_a_wrong_answer_of_ours_is_a_failure(self, monkeypatch, capsys):
         monkeypatch.setattr(conformance, "ask_side_by_side",

@@ -264,7 +264,7 @@ def test_without_tracker_it_goes_on_and_without_workers_it_keeps_what_there_is(t
         tried.append(progress.tried)
         if len(tried) == 1:
             place.tracker.kill()
-        if len(tried) == 4:
+        if len(tried) == 3:
             next(iter(place.workers.values())).kill()
     monkeypatch.setattr(tune.Lines, "show", show)
     monkeypatch.setattr(fleet, "PATIENCE", 2.0)
@@ -277,7 +277,7 @@ def test_without_tracker_it_goes_on_and_without_workers_it_keeps_what_there_is(t
                         r"in .*, the same command goes on there\n", done.stderr), done.stderr
     folder = tmp_path / cli.find_device("cpu").slug / WORKLOAD.name
     data, run = log.read_json(folder / log.MEASURED), log.read_json(folder / log.RUN)
-    assert len(data["plans"]) >= 4 and run["best"]["measured"] == "search"
+    assert len(data["plans"]) >= 3 and run["best"]["measured"] == "search"
     assert not any("lost" in str(outcome) for _, _, *outcome in data["plans"]), "what was at hand is not known, and tried again"
     assert len(run["sessions"][0]["fleet"]["lost"]) == 1
 

@@ -93,6 +93,8 @@ class Clock:
 
 
 def session(builder=None, runner=None, known=None, declarations=None, stop=lambda: False, clock=lambda: 0.0, champion=None, hints=()):
+    if known and declarations is None:  # as a log has them beside what is known
+        declarations = FakeBuilder().declarations(spaces())
     host = Host(clock, stop, report=lambda progress: None, save=lambda: None)
     return Session(WORKLOAD.name, spaces(), SHAPE, builder or FakeBuilder(), runner or FakeRunner(), host, {} if known is None else known,
                    {} if declarations is None else declarations, champion=champion, hints=hints)

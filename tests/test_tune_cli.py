@@ -13,6 +13,7 @@ import pytest
 from schedules import registry
 from schedules.tuning import log, records, runner
 from schedules.tuning.log import ForeignLog
+from schedules.tuning.nearest import Machine, machine_of
 from schedules.tuning.subjects import ForwardPass
 from scripts import cli, tune
 from scripts.report import REPORT
@@ -152,6 +153,7 @@ class TestSession:
         assert {path.name for path in folder.iterdir()} == {log.MEASURED, log.RUN, *log.DATABASE, REPORT}
         run = json.loads((folder / log.RUN).read_text())
         assert run["device"]["slug"] == folder.parent.name
+        assert machine_of(folder) == Machine(folder.parent.name, cli.find_device("cpu").arch)
         assert (run["trials"], run["best"]["measured"], run["best"]["family"]) == (3, "duel", "cpu")
         assert 0 < run["best"]["largest_error"] < 1e-5
         session, = run["sessions"]

@@ -122,6 +122,22 @@ class TestNeverLost:
         session(builder, known=known).run(Limits(trials=3))
         assert not {plan for plan, whole in builder.begun if not whole} & {plan for _, plan in tried}
 
+    @pytest.mark.parametrize("noted", [{}, {"a name that spaces had before": "declaration 16"}])
+    def test_what_no_declaration_is_on_record_of_is_forgotten(self, noted):
+        """Where a field has become a knob, a space has another name: its plans would be trusted unseen."""
+        known = {("stand_in", spaces()[0].seed): Outcome(seconds=1e-9), ("stand_in", spaces()[1].seed): Outcome(refused="wrong")}
+        made = session(known=known, declarations=noted)
+        made.run(Limits(trials=1))
+        assert len(known) == 1 and all(outcome.seconds != 1e-9 for outcome in known.values())
+
+    def test_refusals_are_of_a_declaration_too(self):
+        made = session(FakeBuilder(fail=[spaces()[1].seed]), FakeRunner(refuse=lambda plan: plan.q_tile != 16 or plan.kv_tile != 32))
+        made.run(Limits(trials=4))
+        assert set(made.declarations) == {made.space_of(key).name for key in made.known} and len(made.declarations) == 3
+        builder, known = FakeBuilder(), dict(made.known)
+        session(builder, known=known, declarations={**made.declarations, spaces()[1].name: "another"}).run(Limits(trials=1))
+        assert [plan for plan, whole in builder.begun if not whole] == [spaces()[1].seed], "only what it changed for is tried again"
+
     def test_a_log_of_another_version_is_refused_by_name(self, written):
         made, _ = written
         path = made.path / log.MEASURED
@@ -178,11 +194,11 @@ class TestHonestTime:
 
     def test_the_best_of_earlier_sessions_is_built_again_and_keeps_its_time(self):
         seed, runner = spaces()[0].seed, FakeRunner(refuse=lambda plan: False)
-        known = {("stand_in", seed): Outcome(seconds=2e-9)}
+        known = {("stand_in", seed): Outcome(seconds=2e-9, after=7.5)}
         builder = FakeBuilder()
         session(builder, runner, known=known).run(Limits(trials=2))
         assert builder.begun[0] == (seed, True) and runner.measured[0] == seed
-        assert known["stand_in", seed].seconds == 2e-9 and known["stand_in", seed].proven
+        assert known["stand_in", seed] == Outcome(seconds=2e-9, after=7.5, proven=True)
 
     def test_a_plan_of_earlier_sessions_that_is_wrong_today_is_refused(self):
         seed = spaces()[0].seed

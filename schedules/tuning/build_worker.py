@@ -85,8 +85,11 @@ def make(job):
 
 
 def declaration(space):
-    """Structural hash of a space's declaration, as text, or several."""
-    return _declaration(Job(space, space.seed, ""))
+    """Structural hash of a space's declaration, as text, or several; "none" where it cannot be declared."""
+    try:
+        return _declaration(Job(space, space.seed, ""))
+    except Exception:  # whatever it is, its plans are refused for it
+        return "none"
 
 
 def _make(job):

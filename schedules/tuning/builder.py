@@ -59,7 +59,8 @@ class PoolBuilder(ms.builder.PyBuilder):
         return self._pool.submit(build_worker.make, build_worker.Job(space, plan, path, whole))
 
     def declarations(self, spaces):
-        """{name of a space: structural hash of its declaration}; TuneError where the processes do not say."""
+        """{name of a space: structural hash of its declaration, "none" where it cannot be declared}; TuneError where the processes do not
+        say."""
         futures = {space.name: self._pool.submit(build_worker.declaration, space) for space in spaces}
         try:
             return {name: future.result() for name, future in futures.items()}

@@ -112,6 +112,8 @@ class Session:
         self._rebuild_best(times)
         self._search(times)
         self._refer_to(None, None)
+        if not self.host.stop():
+            self._note_declarations()
         if self.known:
             self.host.save()
 
@@ -120,13 +122,18 @@ class Session:
         return left_until(times.measure if self.ranking() else times.end, self.host)
 
     def _drop_stale(self):
-        """Forget what earlier sessions found of declarations that have changed since."""
-        spaces = [space for space in self.spaces if space.name in self.declarations]
-        for name, declaration in self.builder.declarations(spaces).items():
-            if declaration != self.declarations.pop(name):
-                for key in [key for key in self.known if (space := self.space_of(key)) and space.name == name]:
-                    del self.known[key]
-            self.declarations[name] = declaration
+        """Forget what earlier sessions found of declarations that have changed since, or that nothing is on record of."""
+        today = self.builder.declarations([space for space in self.spaces if space.name in self.declarations])
+        for key in list(self.known):
+            space = self.space_of(key)
+            if space is not None and (space.name not in today or today[space.name] != self.declarations[space.name]):
+                del self.known[key]
+        self.declarations.update(today)
+
+    def _note_declarations(self):
+        """Put on record what plans that could not be built are of, too: the others have told themselves."""
+        tried = {space.name: space for space in map(self.space_of, self.known) if space and space.name not in self.declarations}
+        self.declarations.update(self.builder.declarations(list(tried.values())))
 
     def _rebuild_best(self, times):
         """Build the best plan of earlier sessions again, since others are timed in turn with it. What fails today is refused."""
@@ -137,13 +144,13 @@ class Session:
             while concurrent.futures.wait([future], TICK).not_done:
                 if self.host.stop() or past(times.build, self.host):
                     return
-            outcome, path = self._outcome(future, None)
+            outcome, path = self._outcome(future, self.space_of(key), None)
             if outcome is None:
                 return
             if outcome.refused is None:
-                self.known[key] = replace(outcome, seconds=self.known[key].seconds)
+                self.known[key] = replace(self.known[key], proven=True)
                 return self._refer_to(key, path)
-            self.known[key] = outcome
+            self.known[key] = replace(outcome, after=self.known[key].after)
 
     def _refer_to(self, key, path):
         """Put the artefact of the best plan in the place of the one before it."""
@@ -234,14 +241,13 @@ class Session:
     def _measure(self, future, task, plan):
         """Gate and time what a future has built, and note the outcome."""
         key, best = task.key(plan), (self.ranking() or [None])[0]
-        outcome, path = self._outcome(future, best)
+        outcome, path = self._outcome(future, task.space, best)
         if outcome is None:
             return
         self.known[key] = replace(outcome, after=round(self._earlier + self.host.clock() - self._begun, 1))
         self.tried += 1
         self.refused += outcome.refused is not None
         if outcome.refused is None:
-            self.declarations[task.space.name] = self.builder.built[path].declaration
             gain = best is None or outcome.seconds < (1 - GAIN) * self.known[best].seconds
             self.fruitless = 0 if gain else self.fruitless + 1
             if self.ranking()[0] == key:
@@ -253,17 +259,18 @@ class Session:
         self.host.save()  # first of all: what has been told of is kept
         self.host.report(self.progress())
 
-    def _outcome(self, future, best):
-        """(Outcome, artefact where it passed) of what a future has built, timed in turn with the `best`; (None, None) where the time is up.
-        TuneError where the device is lost."""
+    def _outcome(self, future, space, best):
+        """(Outcome, artefact where it passed) of what a future has built of a space, timed in turn with the `best`; (None, None) where the
+        time is up. TuneError where the device is lost."""
         built = self.builder.result(future)
         if built.error_msg is not None:
             return Outcome(refused=_sentence(built.error_msg)), None
         path = str(built.artifact_path)
         facts = self.builder.built[path]
+        self.declarations[space.name] = facts.declaration
         self.runner.best_seconds = None if best is None else self.known[best].seconds
         self.runner.best_path = self._reference[1] if self._reference[0] == best else None
-        result = self.runner.run([ms.runner.RunnerInput(path, self.spaces[0].arch.kind, [])])[0].result()
+        result = self.runner.run([ms.runner.RunnerInput(path, space.arch.kind, [])])[0].result()
         if result.error_msg is not None:
             self.builder.discard(path)
             if result.error_msg.startswith(LOST):

@@ -31,7 +31,7 @@ from schedules.lowering.toolkit import find_toolkit
 from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.fleet import Fleet
 from schedules.tuning.fleet_tools import FleetBuilder, FleetRunner
-from schedules.tuning.log import Log, locked
+from schedules.tuning.log import Log, LogError, locked
 from schedules.tuning.nearest import Machine, nearest_record, start_plans
 from schedules.tuning.records import NoRecord
 from schedules.tuning.reasons import told
@@ -54,6 +54,10 @@ SEARCH_THREADS = {"cuda": 8, "cpu": 1}
 LOG_SECONDS, LOG_SHARE = 3.0, 0.05
 #: Seconds between progress lines, unless there is a new best plan.
 LINE_SECONDS = 5.0
+#: How folders of artefacts are called, in the system's folder of temporary files.
+SCRATCH = "flashtir-tune-"
+#: How long such a folder has been as it is before it counts as left behind.
+STALE_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -268,7 +272,8 @@ class Lines:
 def _processes(device, workers, fleet):
     """Builder and runner with their processes, and a folder for artefacts; all gone afterwards."""
     toolkit = find_toolkit(os.environ) if device.kind == "cuda" else None
-    with tempfile.TemporaryDirectory(prefix="flashtir-tune-") as scratch:
+    _clear_scratch()
+    with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch, locked(Path(scratch)):
         builder = PoolBuilder(workers, toolkit, Path(scratch, "stub"), scratch)
         runner = GatedRunner(device.kind, toolkit) if fleet is None else FleetRunner(fleet)
         builder = builder if fleet is None else FleetBuilder(builder, runner)
@@ -277,6 +282,17 @@ def _processes(device, workers, fleet):
         finally:
             builder.close()
             runner.close()
+
+
+def _clear_scratch():
+    """Remove the folders of tuners that were killed: nobody holds them, and nothing has changed there for long."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        try:
+            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
+                with locked(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+        except (LogError, OSError):  # a tuner that runs, another user's, or gone by now
+            pass
 
 
 @contextmanager

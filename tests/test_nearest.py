@@ -123,7 +123,7 @@ class TestBadInput:
         assert sentence.startswith("near-8c is passed over: ")
 
     @pytest.mark.parametrize("text, reason", [
-        (lambda run: "{", "must be JSON"), (lambda run: json.dumps({**run, "schema": 3}), "must be of schema"),
+        (lambda run: "{", "must be JSON"), (lambda run: json.dumps({**run, "schema": 3}), "must be of schema 1"),
         (lambda run: json.dumps({**run, "device": {"slug": "near-8c"}}), "must say what CPU it is of"),
         (lambda run: json.dumps({**run, "device": {"slug": "near-8c", "cpu": {**asdict(HERE), "cores": "8"}}}), "must say what CPU"),
         (lambda run: json.dumps({**run, "device": {**run["device"], "slug": "copied"}}), "must be of device near-8c, found copied"),

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from schedules.tuning.log import Outcome
 from schedules.tuning.search import Limits
 from schedules.tuning.sensors import Sensors, summary
 from schedules.tuning.subjects import ForwardPass, subject_named
+from scripts import tune
 from tests import fake_tuner, stand_in
 from tests.commands import command
 from tests.fake_tuner import ARCH, SHAPE, SLUG, WORKLOAD, Clock, FakeBuilder, FakeRunner, outcome_of, session, spaces
@@ -62,8 +64,12 @@ class TestNeverLost:
         with log.locked(made.path):
             assert [path.name for path in made.path.iterdir()] == [log.MEASURED], "what the dead one left behind is cleared away"
 
-    def test_a_kill_of_the_command_loses_no_plan_and_leaves_no_process(self, tmp_path):
-        arguments = ["--workload", WORKLOAD.name, "--target", "cpu", "--length", "64", "--workers", "1", "--logs", str(tmp_path)]
+    def test_a_kill_of_the_command_loses_no_plan_and_leaves_no_process(self, tmp_path, monkeypatch):
+        scratch, other = tmp_path / "scratch", tmp_path / "scratch" / f"{tune.SCRATCH}of-one-that-runs"
+        other.mkdir(parents=True)
+        monkeypatch.setenv("TMPDIR", str(scratch))
+        monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+        arguments = ["--workload", WORKLOAD.name, "--target", "cpu", "--length", "64", "--workers", "1", "--logs", str(tmp_path / "logs")]
         started = subprocess.Popen([sys.executable, "-m", "scripts.tune", *arguments, "--minutes", "5"], cwd=ROOT, stdout=subprocess.PIPE,
                                    stderr=subprocess.DEVNULL, text=True)
         while not started.stdout.readline().startswith("["):
@@ -72,10 +78,15 @@ class TestNeverLost:
         started.kill()
         started.wait()
         assert len(children) >= 2 and psutil.wait_procs(children, timeout=20)[1] == []
-        path = next(tmp_path.glob(f"*/*/{log.MEASURED}"))
+        left, = set(scratch.iterdir()) - {other}
+        os.utime(left, (0, 0))
+        path = next(tmp_path.glob(f"logs/*/*/{log.MEASURED}"))
         before = json.loads(path.read_text())["plans"]
         assert len(before) >= 1
-        found = command("tune", *arguments, "--trials", "1", code=0)
+        with log.locked(other):
+            os.utime(other, (0, 0))
+            found = command("tune", *arguments, "--trials", "1", code=0)
+        assert list(scratch.iterdir()) == [other]
         assert f"which has {len(before)} plans" in found.stdout
         after = json.loads(path.read_text())["plans"]
         assert [plan[:2] for plan in after[:len(before)]] == [plan[:2] for plan in before], "and none is measured again"

@@ -119,8 +119,9 @@ def run(args):
     first, *further = choices = chosen(args, device, workload)
     of_gradients = gradients_for(args, device, workload, choices)
     cli.echo(command="export", device=device.description, workload=workload.name, family=first.family.NAME, plan=str(first.plan),
-             tuned_on=first.measured and first.measured["device"], archs=first.archs, also=[{"family": it.family.NAME, "plan": str(it.plan), "archs": it.archs,
-                                       "tuned_on": it.measured and it.measured["device"]} for it in further],
+             tuned_on=first.measured and first.measured["device"], archs=first.archs,
+             also=[{"family": it.family.NAME, "plan": str(it.plan), "archs": it.archs, "tuned_on": it.measured and it.measured["device"]}
+                   for it in further],
              backward=[{"order": by.order, "family": by.family, "plan": str(by.plans), "record": by.measured and by.measured["record"]}
                        for by in of_gradients], gradients_of=args.gradients_of, output=output, seed=args.seed)
     kernels = []

@@ -27,13 +27,14 @@ import xgboost
 
 from schedules.lowering.toolkit import find_toolkit
 from schedules.tuning.builder import PoolBuilder
-from schedules.tuning.log import Log, locked
+from schedules.tuning.log import Log, LogError, locked
 from schedules.tuning.nearest import Machine, nearest_record, start_plans
 from schedules.tuning.records import NoRecord
+from schedules.tuning.reasons import told
 from schedules.tuning.results import champion_of, conclude
 from schedules.tuning.run_worker import Setting
 from schedules.tuning.runner import GatedRunner
-from schedules.tuning.search import Host, Limits, TuneError
+from schedules.tuning.search import PATIENCE, Host, Limits, TuneError
 from schedules.tuning.several import session_of
 from schedules.tuning.subjects import subject_of
 from scripts import cli, options
@@ -49,6 +50,10 @@ SEARCH_THREADS = {"cuda": 8, "cpu": 1}
 LOG_SECONDS, LOG_SHARE = 3.0, 0.05
 #: Seconds between progress lines, unless there is a new best plan.
 LINE_SECONDS = 5.0
+#: How folders of artefacts are called, in the system's folder of temporary files.
+SCRATCH = "flashtir-tune-"
+#: How long such a folder has been as it is before it counts as left behind.
+STALE_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,9 @@ def tune(tools, log, parts, shape):
         first = {} if champion is not None else lent_plans(log, parts, tools.device)
         log.check_database()
         known, declarations = log.read_measured(subject.members(), shape)
+        if log.torn is not None:
+            print(f"{subject.name}: the file of measured plans is torn behind {log.torn} of them, which count; the others are tried again",
+                  flush=True)
         if known:
             print(f"{subject.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
         host = Host(time.monotonic, tools.stop, Lines(subject, shape).show, lambda: log.write_measured(known, declarations, shape))
@@ -179,6 +187,10 @@ def tune(tools, log, parts, shape):
             device["sms"] = tools.device.gpu.sms
         conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
         print(f"{subject.name}: the whole story is in {write_report(log.path)}", flush=True)
+    if session.ended_early:
+        print(f"{subject.name}: the search has ended since its last {PATIENCE} plans brought no gain; run it again to go on", flush=True)
+    if any(outcome.refused for outcome in known.values()):
+        print(f"{subject.name}: refused {told(known.values())}", flush=True)
     if winner is not None:
         family, plan = winner.key
         print(f"{subject.name}: best of {len(known)} plans by {winner.measured}: {speed(subject, shape, winner.seconds)}, "
@@ -248,13 +260,25 @@ class Lines:
 def _processes(device, workers):
     """Builder and runner with their processes, and a folder for artefacts; all gone afterwards."""
     toolkit = find_toolkit(os.environ) if device.kind == "cuda" else None
-    with tempfile.TemporaryDirectory(prefix="flashtir-tune-") as scratch:
+    _clear_scratch()
+    with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch, locked(Path(scratch)):
         builder, runner = PoolBuilder(workers, toolkit, Path(scratch, "stub"), scratch), GatedRunner(device.kind, toolkit)
         try:
             yield builder, runner
         finally:
             builder.close()
             runner.close()
+
+
+def _clear_scratch():
+    """Remove the folders of tuners that were killed: nobody holds them, and nothing has changed there for long."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        try:
+            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
+                with locked(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+        except (LogError, OSError):  # a tuner that runs, another user's, or gone by now
+            pass
 
 
 @contextmanager

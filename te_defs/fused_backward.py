@@ -61,9 +61,7 @@ class QuerySum:
         tiles = tirx.Var("tiles", "int32")
         self.tensor = T.match_buffer(T.arg("d_s", T.handle()), (B, H, tiles, q_tile, D), "float32", align=4)
         IRBuilder.name("dQ_sum", self.tensor)
-        if self.in_order:
-            self.turns = T.match_buffer(T.arg("d_t", T.handle()), (B, H, tiles), "int32", align=4)
-            IRBuilder.name("dQ_turns", self.turns)
+        self.turns = _declare_turns(B, H, tiles) if self.in_order else None
         return [self.tensor, self.turns][:1 + self.in_order]
 
     def turned(self, given, turn, turns, first):
@@ -149,31 +147,27 @@ def attention_dq_zeros(workload, q_tile, in_order=False):
     dQ_turns = 0."""
     D = workload.head_dim
 
-    if in_order:
-        @script.prim_func(s_tir=True)
-        def dq_zeros_and_turns(d_s: T.handle, d_t: T.handle):
-            T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
-            B, H, tiles = T.int32(), T.int32(), T.int32()
-            dQ_sum = T.match_buffer(d_s, (B, H, tiles, q_tile, D), "float32", align=4)
-            dQ_turns = T.match_buffer(d_t, (B, H, tiles), "int32", align=4)
-            for b, h, t, i, c in T.grid(B, H, tiles, q_tile, D):
-                with T.sblock("dQ_sum"):
-                    vb, vh, vt, vi, vc = T.axis.remap("SSSSS", [b, h, t, i, c])
-                    dQ_sum[vb, vh, vt, vi, vc] = T.float32(0)
-            for b, h, t in T.grid(B, H, tiles):
-                with T.sblock("dQ_turns"):
-                    vb, vh, vt = T.axis.remap("SSS", [b, h, t])
-                    dQ_turns[vb, vh, vt] = 0
-        return dq_zeros_and_turns
-
     @script.prim_func(s_tir=True)
     def dq_zeros(d_s: T.handle):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
         B, H, tiles = T.int32(), T.int32(), T.int32()
         dQ_sum = T.match_buffer(d_s, (B, H, tiles, q_tile, D), "float32", align=4)
+        turns = T.meta_var([_declare_turns(B, H, tiles)] if in_order else [])
         for b, h, t, i, c in T.grid(B, H, tiles, q_tile, D):
             with T.sblock("dQ_sum"):
                 vb, vh, vt, vi, vc = T.axis.remap("SSSSS", [b, h, t, i, c])
                 dQ_sum[vb, vh, vt, vi, vc] = T.float32(0)
+        if in_order:
+            for b, h, t in T.grid(B, H, tiles):
+                with T.sblock("dQ_turns"):
+                    vb, vh, vt = T.axis.remap("SSS", [b, h, t])
+                    T.buffer_store(turns[0], 0, [vb, vh, vt])
 
     return dq_zeros
+
+
+def _declare_turns(B, H, tiles):
+    """Parameter of a function: whose turn it is at each tile of the sums."""
+    turns = T.match_buffer(T.arg("d_t", T.handle()), (B, H, tiles), "int32", align=4)
+    IRBuilder.name("dQ_turns", turns)
+    return turns

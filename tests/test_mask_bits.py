@@ -6,7 +6,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as T
 
-from schedules.lowering import mask_bits
+from schedules.lowering import mask_bits, rewrite
 from tests.numbers import on_llvm
 
 ROWS, LANES = 2, 4
@@ -50,7 +50,7 @@ def kernels(request):
     """(blocks, {condition: (function as declared, with bits)}), all built at once; 22 blocks have columns for two words."""
     blocks, otherwise = request.param, T.float32("-inf")
     plain = {name: masked(condition, blocks, otherwise, name.replace(" ", "_")) for name, condition in CONDITIONS.items()}
-    bits = mask_bits.mask_bits()(tvm.IRModule(plain))
+    bits = rewrite.put_back()(mask_bits.mask_bits()(tvm.IRModule(plain)))
     assert all(type(choice).__name__ == "NE" for func in bits.functions.values() for choice in choices(func))
     both = {**plain, **{f"{var.name_hint} bits": func.with_attr("global_symbol", func.attrs["global_symbol"] + "_bits")
                         for var, func in bits.functions_items()}}

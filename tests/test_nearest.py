@@ -123,7 +123,7 @@ class TestBadInput:
         assert sentence.startswith("near-8c is passed over: ")
 
     @pytest.mark.parametrize("text, reason", [
-        (lambda run: "{", "must be JSON"), (lambda run: json.dumps({**run, "schema": 2}), "must be of schema 1"),
+        (lambda run: "{", "must be JSON"), (lambda run: json.dumps({**run, "schema": 3}), "must be of schema 1"),
         (lambda run: json.dumps({**run, "device": {"slug": "near-8c"}}), "must say what CPU it is of"),
         (lambda run: json.dumps({**run, "device": {"slug": "near-8c", "cpu": {**asdict(HERE), "cores": "8"}}}), "must say what CPU"),
         (lambda run: json.dumps({**run, "device": {**run["device"], "slug": "copied"}}), "must be of device near-8c, found copied"),
@@ -194,7 +194,8 @@ class TestGains:
         place.write_measured({("stand_in", default): Outcome(3e-3), ("stand_in", PLAN): Outcome(2e-3),
                               ("stand_in", PLAN.but(lanes=4)): Outcome(refused="wrong")}, {}, SHAPE)
         assert gains_of(lend.root, "it") == [Gain(pytest.approx(1.5), False, False)]
-        assert "(0 measured in turns, 0 of them beyond the spread)" in told(gains_of(lend.root, "it"))
+        assert "(0 measured in turns, 0 of them beyond the spread), so tuning here would likely gain nothing that shows;" in told(
+            gains_of(lend.root, "it"))
 
     @pytest.mark.parametrize("best", [{}, in_turns((1.0, 1.0, 1.0), (0.0, 0.0, 0.0)), {"last_round": 3, "default_plan": 4}], ids=str)
     def test_where_nothing_tells_there_is_no_number(self, lend, best):

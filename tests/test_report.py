@@ -223,7 +223,7 @@ class TestOfAFreshLog:
     @pytest.mark.parametrize("change, message", [
         (lambda best: best.update(declaration="1"), "the declaration has changed since it was measured"),
         (lambda best: best.update(family="gone"), "gone has no plan with these fields any more"),
-        (lambda best: best["plan"].pop("lanes"), "stand_in has no plan with these fields any more")])
+        (lambda best: best["plan"].pop("q_tile"), "stand_in has no plan with these fields any more")])
     def test_of_other_sources_says_so(self, fresh, change, message):
         edit(fresh / log.RUN, lambda data: change(data["best"]))
         found = checked(write_report(fresh).read_text())

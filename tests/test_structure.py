@@ -101,7 +101,7 @@ def nests(family):
     workload, arch = next((workload, arch) for workload, arch in PICTURED if family.decline(workload, arch) is None)
     if family is mma_fused_backward:
         plan = family.default_plan(workload, arch)
-        sch, more = family.schedule(workload, plan, 0), (plan, family.role_of(plan))
+        sch, more = family.schedule(workload, plan, 0), (plan, family.role_of(family.ROLE, plan))
     elif family in BACKWARD:
         plan = family.default_plan("dk_dv", workload, arch)
         sch, more = family.schedule("dk_dv", workload, plan, 0), (plan, family.ROLES["dk_dv"])

@@ -13,6 +13,7 @@ import pytest
 from schedules import registry
 from schedules.tuning import log, records, runner
 from schedules.tuning.log import ForeignLog
+from schedules.tuning.nearest import Machine, machine_of
 from schedules.tuning.subjects import ForwardPass
 from scripts import cli, tune
 from scripts.report import REPORT
@@ -131,7 +132,8 @@ class TestRefused:
         monkeypatch.setattr(stand_in, "tile_choices", lambda workload, arch: (faulty,))
         monkeypatch.setattr(stand_in, "default_plan", lambda workload, arch: faulty)
         assert command(*SMALL, "--logs", tmp_path, "--trials", "2") == cli.FAILED
-        assert f"error: no plan of {NAME} has passed so far, found ScheduleError" in capsys.readouterr().err
+        assert re.match(rf"error: no plan of {NAME} has passed so far, found 2 of 2 refused: 2 not built \(ScheduleError: .*\)\n",
+                        capsys.readouterr().err)
         assert not (folder_of(tmp_path) / log.RUN).exists()
         assert "ScheduleError" in (folder_of(tmp_path) / REPORT).read_text()
 
@@ -151,6 +153,7 @@ class TestSession:
         assert {path.name for path in folder.iterdir()} == {log.MEASURED, log.RUN, *log.DATABASE, REPORT}
         run = json.loads((folder / log.RUN).read_text())
         assert run["device"]["slug"] == folder.parent.name
+        assert machine_of(folder) == Machine(folder.parent.name, cli.find_device("cpu").arch)
         assert (run["trials"], run["best"]["measured"], run["best"]["family"]) == (3, "duel", "cpu")
         assert 0 < run["best"]["largest_error"] < 1e-5
         session, = run["sessions"]

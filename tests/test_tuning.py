@@ -237,7 +237,7 @@ class TestSession:
 
     def test_a_finalist_that_fails_is_refused_for_good(self):
         class Strict(FakeRunner):
-            def duel(self, paths, seed, seconds=None):
+            def duel(self, paths, seed, left=None):
                 found = super().duel(paths, seed)
                 return [{"refused": "twin is wrong"}, *found[1:]]
         made = session(runner=Strict())
@@ -253,7 +253,7 @@ class TestSession:
         assert not any(whole for _, whole in builder.begun)
 
     def test_says_so_where_nothing_passes(self):
-        with pytest.raises(TuneError, match="no plan of fwd_d16_dv8_f32_causal has passed so far, found wrong"):
+        with pytest.raises(TuneError, match="no plan of fwd_d16_dv8_f32_causal has passed so far, found 4 of 4 refused: 4 wrong"):
             session(runner=FakeRunner(refuse=lambda plan: True)).run(Limits(trials=4))
 
     def test_a_build_that_fails_is_an_outcome(self):

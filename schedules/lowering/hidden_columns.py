@@ -14,7 +14,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-from schedules.lowering import mask_bits
+from schedules.lowering import mask_bits, rewrite
 from schedules.lowering.rewrite import FULL_WARP, function_pass, substitute
 from schedules.lowering.work_tiles import flat
 
@@ -100,6 +100,8 @@ def _masked(parts):
 def _without_hidden(marked, parts):
     """The statements of a mask, and those behind them, with the statements that hidden columns need not run in branches; None where these
     are not what stands there."""
+    asides = [stmt for stmt in marked if rewrite.is_aside(stmt)]
+    marked = [stmt for stmt in marked if not rewrite.is_aside(stmt)]
     found = _masked(marked)
     if found is None:
         return None
@@ -131,7 +133,7 @@ def _without_hidden(marked, parts):
         by_exponentials.append(tirx.IfThenElse(
             any_sees != 0, tirx.SeqStmt([it.part(part, registers) for it in (exponentials, sums)]),
             exponentials.part(part, registers, zero)))
-    return [*marked[::2], *votes, maxima.started(), *by_scores, *parts[1:after], sums.started(),
+    return [*asides, *marked[::2], *votes, maxima.started(), *by_scores, *parts[1:after], sums.started(),
             *by_exponentials, *parts[after + 2:]]
 
 

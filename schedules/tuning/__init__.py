@@ -2,6 +2,6 @@
 
 What is tuned is a subject: the forward pass of a workload, or its gradients (subjects).
 Main process: search (the loop), several (one loop after the other, for gradients), last_round, task (MetaSchedule's view of one space),
-features, builder, runner, log and records (files).
-Worker processes, started by builder and runner: build_worker, run_worker with gate.
+features, builder, runner, log and records (files), nearest (whose plans a device borrows), reasons (why plans are refused).
+Worker processes, started by builder and runner through processes: build_worker, run_worker with gate and sensors.
 """

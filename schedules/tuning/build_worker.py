@@ -19,10 +19,15 @@ from schedules.backward_parts import Part
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.lowering.toolkit import preload
 from schedules.plan import PlanError
+from schedules.tuning.reasons import NOT_BUILT, SPILLS, reason
 
 #: What this process keeps: the toolkit, and the JSON text of declarations by family, workload and structure (parsing one takes a second).
 _toolkit = None
 _declared = {}
+
+
+class Spilled(PlanError):
+    """A plan that keeps more in memory, for want of registers, than its family allows."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +75,21 @@ def start(toolkit, stub_folder):
 
 
 def make(job):
-    """Built of a Job, or one sentence that says why not: not every exception survives the way to the main process."""
+    """Built of a Job, or the reason why not: not every exception survives the way to the main process."""
     try:
         return _make(job)
+    except Spilled as error:
+        return reason(SPILLS, error)
     except Exception as error:  # whatever is wrong with one candidate, the next one gets its turn
-        return f"{type(error).__name__}: {error}"
+        return reason(NOT_BUILT, f"{type(error).__name__}: {error}")
 
 
 def declaration(space):
-    """Structural hash of a space's declaration, as text, or several."""
-    return _declaration(Job(space, space.seed, ""))
+    """Structural hash of a space's declaration, as text, or several; "none" where it cannot be declared."""
+    try:
+        return _declaration(Job(space, space.seed, ""))
+    except Exception:  # whatever it is, its plans are refused for it
+        return "none"
 
 
 def _make(job):
@@ -88,7 +98,7 @@ def _make(job):
         return Built(job.path, _declaration(job))
     spilled, most = log.last.most("spill_store_bytes"), getattr(family, "MAX_SPILL_BYTES", None)
     if most is not None and spilled > most:
-        raise PlanError(f"a plan of {family.NAME} may spill {most} bytes, found {spilled}: choose smaller tiles")
+        raise Spilled(f"a plan of {family.NAME} may spill {most} bytes, found {spilled}: choose smaller tiles")
     return Built(job.path, _declaration(job), log.last.most("registers"), spilled)
 
 

@@ -1,18 +1,21 @@
 """MetaSchedule's builder: one pool of processes for the whole run. LocalBuilder starts a new one in every batch, and imports TVM anew."""
 import concurrent.futures
 import itertools
-import subprocess
 from pathlib import Path
 
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
-from tvm.support.popen_pool import PopenPoolExecutor
 
 from schedules.space import decisions
 from schedules.tuning import build_worker
+from schedules.tuning.processes import Pool
+from schedules.tuning.reasons import NOT_BUILT, reason
+from schedules.tuning.search import TuneError
 
 #: Seconds that one kernel may take to build.
 TIMEOUT = 120
+#: What errors say where a disk is full, those of compilers too.
+FULL = "No space left on device"
 
 
 @derived_object
@@ -32,8 +35,7 @@ class PoolBuilder(ms.builder.PyBuilder):
         self.built = {}
         self._numbers = itertools.count()
         # The workers' stderr would mix nvcc's words into the progress lines; what went wrong comes back with the result.
-        self._pool = PopenPoolExecutor(workers, TIMEOUT, build_worker.start, (toolkit, stub_folder), stdout=subprocess.DEVNULL,
-                                       stderr=subprocess.DEVNULL)
+        self._pool = Pool(workers, TIMEOUT, build_worker.start, (toolkit, stub_folder))
 
     def build(self, build_inputs):
         futures = [self.begin(entry.mod) for entry in build_inputs]
@@ -57,19 +59,28 @@ class PoolBuilder(ms.builder.PyBuilder):
         return self._pool.submit(build_worker.make, build_worker.Job(space, plan, path, whole))
 
     def declarations(self, spaces):
-        """{name of a space: structural hash of its declaration}."""
+        """{name of a space: structural hash of its declaration, "none" where it cannot be declared}; TuneError where the processes do not
+        say."""
         futures = {space.name: self._pool.submit(build_worker.declaration, space) for space in spaces}
-        return {name: future.result() for name, future in futures.items()}
+        try:
+            return {name: future.result() for name, future in futures.items()}
+        except (TimeoutError, ChildProcessError) as error:
+            raise TuneError(f"a build process must say what a kernel computes, found {error or 'that it takes too long'}: see to the "
+                            "machine's memory and run the same command again") from error
 
     def result(self, future):
-        """BuilderResult of a future of `begin`; `built` then holds under the artefact's path what the worker found."""
+        """BuilderResult of a future of `begin`; `built` then holds under the artefact's path what the worker found. TuneError where the
+        disk is full: the plan is not to blame."""
         try:
             built = future.result()
         except TimeoutError:
-            built = f"not built within {TIMEOUT} s"
+            built = reason(NOT_BUILT, f"it takes more than {TIMEOUT} s")
         except (ChildProcessError, concurrent.futures.CancelledError):
-            built = "the build process ended"
+            built = reason(NOT_BUILT, "the build process ended, and another one too")
         if isinstance(built, str):
+            if FULL in built:
+                raise TuneError(f"{self.folder.parent} must have room for kernels, found its disk full: free some space or set TMPDIR, and "
+                                "run the same command again, which goes on where this one ended")
             return ms.builder.BuilderResult(None, built)
         self.built[built.path] = built
         return ms.builder.BuilderResult(built.path, None)
@@ -80,6 +91,5 @@ class PoolBuilder(ms.builder.PyBuilder):
         Path(path).unlink(missing_ok=True)
 
     def close(self):
-        """End the processes; those at work finish their kernel first."""
-        self._pool.shutdown(wait=True)
-
+        """End the processes, whatever they are at."""
+        self._pool.close()

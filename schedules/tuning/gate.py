@@ -6,6 +6,7 @@ from typing import Callable
 import numpy as np
 import tvm
 
+from te_defs.random_calls import Call, random_call
 from te_defs.workload import Shape, make_arguments
 
 #: (shape, scale as a multiple of 1 / sqrt(D)): ragged lengths, grouped heads, more queries than keys (rows without keys under a causal
@@ -18,6 +19,12 @@ SHAPES = (
     (Shape(batch=1, q_heads=1, kv_heads=1, q_len=33, kv_len=0), 1.0),
     (Shape(batch=1, q_heads=3, kv_heads=1, q_len=199, kv_len=333), -1.0),
 )
+#: What a would-be winner must answer besides: so many random calls, and shapes with data that are hard: scores of thousands, equal keys,
+#: denormal numbers, each with rows that see no key under a causal mask, and more keys than any other case has.
+RANDOM_CALLS = 24
+HARD = tuple((Shape(batch=1, q_heads=2, kv_heads=1, q_len=130, kv_len=61), data) for data in ("large", "equal", "tiny")) + (
+    (Shape(batch=1, q_heads=1, kv_heads=1, q_len=40, kv_len=1500), "large"),
+    (Shape(batch=1, q_heads=1, kv_heads=1, q_len=40, kv_len=1500), "normal"))
 #: Elements behind each output that a kernel must leave alone.
 GUARD = 256
 
@@ -56,6 +63,16 @@ def cases(subject, device, seed=0, shapes=SHAPES):
     return tuple(subject.case(shape, float(np.float32(factor * workload.head_dim**-0.5)),
                               make_arguments(workload, replace(shape, mask=mask), seed), seed, device)
                  for (shape, factor), mask in zip(shapes, itertools.cycle((*others, first))))
+
+
+def large_set(subject, device, shapes=()):
+    """The cases that a would-be winner must pass before it counts: random and hard calls, and shapes as `cases` takes them."""
+    workload, samples = subject.workload, itertools.cycle(subject.workload.mask_class.samples)
+    hard = (Call(number, workload, replace(shape, mask=next(samples)), 1.0, data, "contiguous")
+            for number, (shape, data) in enumerate(HARD))
+    calls = (*hard, *(random_call(number, [workload]) for number in range(RANDOM_CALLS)))
+    return cases(subject, device, shapes=shapes) + tuple(
+        subject.case(call.shape, call.rounded_scale, call.arguments, call.number, device, call.inputs()) for call in calls)
 
 
 def on_device(arguments, device):

@@ -1,7 +1,7 @@
 """The last round of a tuning: the best few, built whole and measured in turns."""
 import concurrent.futures
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from schedules.tuning.log import Outcome
 
@@ -15,12 +15,14 @@ TICK = 0.2
 
 @dataclass(frozen=True)
 class Score:
-    """Seconds of a call in the last round: median, least and most; and the largest error in the gate."""
+    """Seconds of a call in the last round: median, least and most; the largest error in the gate; and medians of what the GPU's sensors
+    said meanwhile (schedules.tuning.sensors)."""
 
     seconds: float
     least: float
     most: float
     error: float
+    sensors: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ def past(moment, host):
     return moment is not None and host.clock() >= moment
 
 
+def left_until(moment, host):
+    """Seconds until a point of time, one at least; None where there is no limit."""
+    return None if moment is None else max(moment - host.clock(), 1.0)
+
+
 def last_round(finalists, builder, runner, host, seed, times=Times()):
     """({key: Score}, {key: why it is refused}) of finalists {key: (space, plan)}; None where a stop came first, or the time was up.
 
@@ -94,8 +101,7 @@ def last_round(finalists, builder, runner, host, seed, times=Times()):
         return None
     paths = {key: str(result.artifact_path) for key, result in built.items() if result.error_msg is None}
     failures = {key: result.error_msg for key, result in built.items() if result.error_msg is not None}
-    seconds = None if times.end is None else max(times.end - host.clock(), 1.0)
-    found = runner.duel(list(paths.values()), seed, seconds) if paths else ()
+    found = runner.duel(list(paths.values()), seed, lambda: left_until(times.end, host)) if paths else ()
     for path in paths.values():
         builder.discard(path)
     if found is None:
@@ -105,7 +111,8 @@ def last_round(finalists, builder, runner, host, seed, times=Times()):
         if "refused" in entry:
             failures[key] = entry["refused"]
         else:
-            scores[key] = Score(statistics.median(entry["seconds"]), min(entry["seconds"]), max(entry["seconds"]), entry["error"])
+            scores[key] = Score(statistics.median(entry["seconds"]), min(entry["seconds"]), max(entry["seconds"]), entry["error"],
+                                entry.get("sensors", {}))
     return scores, failures
 
 

@@ -5,20 +5,23 @@
     database_tuning_record.json    and the traces of the few best plans of that declaration
     run.json                       device, target, the best plan with its figures, and each session with seed, versions and commit
 
-Each file is complete under its name at all times. measured.json is written while the tuning goes on, the others when a session ends.
+Each file is complete under its name at all times. measured.json is written after each plan, the others when a session ends.
 """
 import json
 import os
 import tempfile
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 
 from schedules.plan import plan_of
+from schedules.tuning.reasons import of_schema_1
 from te_defs.workload import Shape
 
-SCHEMA = 1
+#: What is written, and what is read: files of schema 1 have reasons without a kind, and neither spreads nor proofs.
+SCHEMA, SCHEMAS = 2, (1, 2)
 MEASURED, RUN = "measured.json", "run.json"
+SCRATCH = ".writing-"
 DATABASE = ("database_workload.json", "database_tuning_record.json")
 
 
@@ -30,19 +33,26 @@ class DamagedLog(LogError):
     """A file of a log that is not what the tuner writes."""
 
 
+class NotWritten(LogError, OSError):
+    """A file of a log that could not be written; the one before it is as it was."""
+
+
 class ForeignLog(LogError):
     """A log of another GPU, target, workload or shape."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known of a plan: seconds a call, or the reason why it was refused; registers and bytes of spills per thread; and after how
-    many seconds of tuning, all sessions together, it was known."""
+    """What is known of a plan: seconds a call, or the reason why it was refused (schedules.tuning.reasons); registers and bytes of spills
+    per thread; (most - least) / median of its seconds; whether it passed the large set of inputs, None where it was not asked; and after
+    how many seconds of tuning, all sessions together, it was known."""
 
     seconds: float | None = None
     refused: str | None = None
     registers: int | None = None
     spill_bytes: int | None = None
+    spread: float | None = None
+    proven: bool | None = None
     after: float | None = None
 
 
@@ -58,6 +68,7 @@ class Log:
     def __init__(self, root, slug, subject, arch):
         self.path = Path(root) / slug / subject.name
         self.slug, self.subject, self.arch = slug, subject, arch
+        self.torn = None  # how many plans `read_measured` found in a file that is torn
 
     def read_run(self):
         """run.json as a dict, None where there is none; ForeignLog where it names another device or target."""
@@ -77,9 +88,13 @@ class Log:
         shape     te_defs.workload.Shape that is timed now; ForeignLog where the log's is another
         """
         path = self.path / MEASURED
-        data = read_json(path)
+        data, self.torn = _read_lines(path)
         if data is None:
             return {}, {}
+        if data.get("schema") not in SCHEMAS:
+            raise ForeignLog(f"{path} must be of schema {' or '.join(map(str, SCHEMAS))}, found {data.get('schema')!r}: use the version of "
+                             "the tuner that wrote it, or another --logs folder")
+        earlier, data["schema"] = data["schema"] == 1, SCHEMA
         told, wanted = ([each.get(name) for name in ("schema", "workload", "arch", "shape")]
                         for each in (data, {**self._head(), "shape": data_of(shape)}))
         if told != wanted:
@@ -90,7 +105,7 @@ class Log:
                 if family in families:
                     plan = plan_of(families[family].PLAN, dict(zip(data["fields"][family], values)))
                     if plan is not None:
-                        outcomes[family, plan] = _sound(Outcome(*outcome))
+                        outcomes[family, plan] = _sound(Outcome(*outcome), earlier)
             return outcomes, dict(data["declarations"])
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedLog(f"{path} must list plans and outcomes, found something else ({error!r}): delete the file") from error
@@ -140,16 +155,40 @@ def check_run(path, run):
             raise DamagedLog(f"{path} must have {name!r} of type {kind.__name__}, found {part.get(name)!r}: restore the file or delete it")
     if best is not None and not (0 < best["seconds"] < float("inf") and all(type(value) is int for value in best["plan"].values())):
         raise DamagedLog(f"{path} must have a best plan of whole numbers with its seconds, found {best}: restore the file or delete it")
-    if run["schema"] != SCHEMA or not isinstance(run["device"].get("slug"), str):
-        raise DamagedLog(f"{path} must be of schema {SCHEMA} and name its device, found {run['schema']} and {run['device']}: tune again")
+    if run["schema"] not in SCHEMAS or not isinstance(run["device"].get("slug"), str):
+        raise DamagedLog(f"{path} must be of schema {' or '.join(map(str, SCHEMAS))} and name its device, found {run['schema']} and "
+                         f"{run['device']}: tune again")
     try:
         shape_of(run["shape"])
     except (TypeError, ValueError) as error:
         raise DamagedLog(f"{path} must have the shape that was timed, found {run['shape']}: restore the file or delete it") from error
 
 
-def _sound(outcome):
-    """The outcome; ValueError where it is none."""
+def _read_lines(path):
+    """(the object in measured.json, how many of its plans can still be read where it is torn, else None); (None, None) where there is no
+    file. DamagedLog where not even its first line can be read."""
+    try:
+        return read_json(path), None
+    except DamagedLog:
+        first, *lines = _lines(path) or [""]
+        try:
+            data = json.loads(f"{first}]}}")
+        except (ValueError, RecursionError):
+            data = None
+        if not isinstance(data, dict) or data.get("plans") != []:
+            raise
+        for line in lines:
+            try:
+                data["plans"].append(json.loads(line.rstrip(",")))
+            except (ValueError, RecursionError):
+                break
+        return data, len(data["plans"])
+
+
+def _sound(outcome, earlier):
+    """The outcome, which is of schema 1 where it is `earlier`; ValueError where it is none."""
+    if earlier and outcome.refused is not None:
+        outcome = replace(outcome, refused=of_schema_1(outcome.refused))
     if not (outcome.seconds is None or isinstance(outcome.seconds, float) and 0 < outcome.seconds < float("inf")):
         raise ValueError(f"seconds {outcome.seconds!r}")
     return outcome
@@ -200,16 +239,23 @@ def data_of(shape):
 
 
 def write_text(path, text):
-    """Write a file so that nobody ever sees a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    """Write a file so that nobody ever sees a part of it, not even after a power cut; NotWritten where that fails."""
+    scratch = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=SCRATCH)
         with os.fdopen(handle, "w") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.chmod(scratch, 0o644)
         os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
+    except BaseException as error:
+        if scratch is not None:
+            Path(scratch).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise NotWritten(f"{path} must be written, found {error.strerror or error}: make room or choose another --logs folder, and run "
+                             "the same command again; what was written before is kept") from error
         raise
 
 
@@ -230,6 +276,8 @@ def locked(path):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise LogError(f"{path} is in use by another tuner: wait for it, or choose another --logs folder") from error
+        for left_behind in path.glob(f"{SCRATCH}*"):  # by a tuner that was killed
+            left_behind.unlink()
         yield
     finally:
         os.close(handle)

@@ -161,9 +161,10 @@ def told(gains):
         return "no log there tells of both the tuned and the default plan, so what tuning here would gain is not known"
     ratios = sorted(gain.ratio for gain in gains)
     in_turns, clear = (sum(getattr(gain, name) for gain in gains) for name in ("in_turns", "clear"))
+    likely = "which tuning here would likely gain over the default plan" if clear else "so tuning here would likely gain nothing that shows"
     return (f"the tuned plans of {len(gains)} workload{'s' * (len(gains) > 1)} there were {ratios[0]:.3f}x to {ratios[-1]:.3f}x as fast as "
             f"the default plans, {statistics.median(ratios):.3f}x in the median ({in_turns} measured in turns, {clear} of them beyond the "
-            "spread), which tuning here would likely gain over the default plan; over the borrowed one no gain is on record")
+            f"spread), {likely}; over the borrowed one no gain is on record")
 
 
 def gains_of(logs_root, slug, order=None):

@@ -3,6 +3,7 @@ from dataclasses import asdict
 
 from schedules.tuning.database import write_database
 from schedules.tuning.log import data_of
+from schedules.tuning.reasons import counts
 
 
 def champion_of(run, subject):
@@ -35,11 +36,12 @@ def conclude(log, session, shape, run, winner, device, about):
     log.write_run({
         "workload": log.subject.name, "arch": log.arch.name, "device": device, "shape": data_of(shape), "best": best,
         "trials": len(session.known), "refused": refused,
+        "reasons": counts(session.known.values()),
         "sessions": [*(run or {}).get("sessions", ()), {"trials": session.tried, "refused": session.refused, **about}]})
 
 
 def _against(winner, default):
-    """Seconds of the winner and of the default plan in the last round, least and most."""
+    """Seconds of the winner and of the default plan in the last round, least and most, and what the GPU's sensors said."""
     of_default = winner.scores.get(default)
-    return {name: {"median": score.seconds, "least": score.least, "most": score.most}
+    return {name: {"median": score.seconds, "least": score.least, "most": score.most, **score.sensors}
             for name, score in (("last_round", winner.score), ("default_plan", of_default)) if score}

@@ -5,12 +5,16 @@ so hot and slow that the plan wins which takes the least power. So timings here 
 """
 import random
 import signal
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import tvm
 
 from schedules.lowering.toolkit import preload
 from schedules.tuning import gate
+from schedules.tuning.reasons import WRONG, reason
+from schedules.tuning.sensors import Sensors, summary
 
 _DEVICES = {"cuda": tvm.cuda, "cpu": tvm.cpu}
 #: Milliseconds of rest before each timed repeat of a measurement, and of the repeat. CPUs have no use for rests.
@@ -45,42 +49,70 @@ def start(kind, toolkit):
         preload(toolkit)
 
 
-def measure(path, setting, best_seconds):
+def answers(kind):
+    """Whether a device still does what it is asked; an error, or no answer at all, where it does not."""
+    sent = np.arange(16, dtype=np.float32)
+    return bool((tvm.runtime.tensor(sent, _DEVICES[kind](0)).numpy() == sent).all())
+
+
+def measure(path, setting, best_seconds, best_path=None):
     """Gate and time one kernel: {"seconds": [...], "error": largest error of O, or of gradients} or {"refused": why}.
 
     path          a .so that holds the subject's function, and perhaps its twin for scales below zero
     best_seconds  the best so far, None at the start
+    best_path     its .so: each round is then timed in turn with one of the best, and its seconds are those that it would have taken beside
+                  a best that takes best_seconds. What slows both, such as a hot chip or a neighbour, does not count
     """
     try:
         kernel = _Kernel(path, setting)
-        error = kernel.check()
+        error = kernel.check(kernel.cases)
         look = kernel.seconds(1, 1)[0]
         if best_seconds is not None and look > HOPELESS * best_seconds:
             look = min(kernel.seconds(1, 2))
             if look > HOPELESS * best_seconds:
                 return {"seconds": [look], "error": error}
-        return {"seconds": kernel.rested(look, REPEATS), "error": error}
+        if best_path is None:
+            return {"seconds": kernel.rested(look, REPEATS), "error": error}
+        return {"seconds": _in_turns(kernel, look, _best(best_path, setting), best_seconds), "error": error}
     except gate.Refused as refused:
-        return {"refused": str(refused)}
+        return {"refused": reason(WRONG, refused)}
+
+
+def prove(path, setting):
+    """Ask a would-be winner all that the gate knows: {"error": as of `measure`} or {"refused": why}."""
+    try:
+        kernel = _Kernel(path, setting)
+        error = kernel.check(kernel.cases)
+        kernel.check(_large_set(setting, kernel.device))
+        return {"error": error}
+    except gate.Refused as refused:
+        return {"refused": reason(WRONG, refused)}
 
 
 def duel(paths, setting, rounds, seed):
-    """Time several kernels in turns, in a new order each round: for each a dict as of `measure`, seconds of every round."""
-    kernels, results = {}, [{} for _ in paths]
-    for index, path in enumerate(paths):
-        try:
-            kernels[index] = _Kernel(path, setting)
-            results[index] = {"seconds": [], "error": kernels[index].check(winner=True)}
-        except gate.Refused as refused:
-            results[index] = {"refused": str(refused)}
-            kernels.pop(index)
-    looks = {index: kernel.seconds(1, 1)[0] for index, kernel in kernels.items()}
-    order, rng = list(kernels), random.Random(seed)
+    """Time several kernels that are proved in turns, in a new order each round: for each {"seconds": those of every round, "sensors": what
+    the GPU's said meanwhile}."""
+    kernels = [_Kernel(path, setting) for path in paths]
+    looks, results = [kernel.seconds(1, 1)[0] for kernel in kernels], [{"seconds": [], "sensors": []} for _ in kernels]
+    sensors = Sensors() if setting.kind == "cuda" else None
+    order, rng = list(range(len(kernels))), random.Random(seed)
     for _ in range(rounds):
         rng.shuffle(order)
         for index in order:
-            results[index]["seconds"] += kernels[index].rested(looks[index], 1)
-    return results
+            with sensors.watching() if sensors else nullcontext(()) as readings:
+                results[index]["seconds"] += kernels[index].rested(looks[index], 1)
+            results[index]["sensors"] += readings
+    return [{**result, "sensors": summary(result["sensors"])} for result in results]
+
+
+def _in_turns(kernel, look, best, best_seconds):
+    """Seconds of a kernel in rounds with the best, who begins in every other one."""
+    found = []
+    for number in range(REPEATS):
+        turns = [(kernel, look), (best, best_seconds)]
+        took = {each: each.rested(expected, 1)[0] for each, expected in (turns if number % 2 else reversed(turns))}
+        found.append(best_seconds * took[kernel] / took[best])
+    return found
 
 
 class _Kernel:
@@ -94,9 +126,8 @@ class _Kernel:
             _kept[setting] = (gate.cases(setting.subject, self.device), setting.subject.timed(setting.shape, self.device))
         self.cases, self.arguments = _kept[setting]
 
-    def check(self, winner=False):
-        """Largest error over the gate's cases; for a would-be winner on a GPU over many tiles of work as well."""
-        cases = self.cases + (_many_tiles(self.setting, self.device) if winner and self.setting.kind == "cuda" else ())
+    def check(self, cases):
+        """Largest error over some cases."""
         subject = self.setting.subject
         twin = self.module[subject.twin] if subject.twin and self.module.implements_function(subject.twin) else None
         return gate.check(self.module[subject.function], cases, self.device, twin, subject.same_bits)
@@ -114,9 +145,16 @@ class _Kernel:
         return [float(x) for x in timer(*self.arguments).results]
 
 
-def _many_tiles(setting, device):
+def _best(path, setting):
+    """The kernel of the best so far, kept while it is."""
+    if _kept.get("best", (None,))[0] != path:
+        _kept["best"] = path, _Kernel(path, setting)
+    return _kept["best"][1]
+
+
+def _large_set(setting, device):
     """The gate's cases for would-be winners, kept like the others."""
-    key = setting, "many tiles"
+    key = setting, "large set"
     if key not in _kept:
-        _kept[key] = gate.cases(setting.subject, device, shapes=setting.subject.many_tiles)
+        _kept[key] = gate.large_set(setting.subject, device, setting.subject.many_tiles if setting.kind == "cuda" else ())
     return _kept[key]

@@ -7,8 +7,9 @@ import numpy as np
 from tvm.s_tir import meta_schedule as ms
 
 from schedules.tuning.features import KnobFeatures, token
-from schedules.tuning.last_round import TICK, Times, Winner, last_round, past, ranked
+from schedules.tuning.last_round import TICK, Times, Winner, last_round, left_until, past, ranked
 from schedules.tuning.log import Outcome
+from schedules.tuning.reasons import LOST, OUT_OF_TIME, told
 from schedules.tuning.task import Task
 
 #: A space whose best is this many times slower than the best of all gets no further plans while others have some.
@@ -17,6 +18,11 @@ RIVAL = 1.15
 FINALISTS = 5
 #: Plans that a turn of a space proposes, at least: MetaSchedule's search costs as much as several builds.
 BATCH = 8
+#: Plans in a row without a gain of more than this part after which the search ends. Had one in twenty of what is left been better, so many
+#: drawn at random would have shown it with a probability of 95 %, and what the search picks is better than random.
+PATIENCE, GAIN = 60, 0.005
+#: Plans of earlier sessions that are built again, best first, until one passes.
+REBUILT = 3
 
 
 class TuneError(RuntimeError):
@@ -84,8 +90,9 @@ class Session:
         np.random.seed(seed)  # an untrained XGBModel draws from NumPy's global state
         model = ms.cost_model.XGBModel(extractor=KnobFeatures(spaces), num_warmup_samples=12, verbose_eval=0, num_tuning_cores=threads)
         self.tasks = [Task(space, shape, model, known, seed + number, threads) for number, space in enumerate(spaces)]
-        self.tried = self.refused = 0
         self._earlier = max((outcome.after or 0.0 for outcome in known.values()), default=0.0)
+        self.tried = self.refused = self.fruitless = 0  # fruitless: how many plans in a row brought no gain
+        self._reference = None, None  # (key, artefact) of the best plan, which others are timed in turn with
         self._turns, self._owners = {task: 0 for task in self.tasks}, {}
 
     def run(self, limits):
@@ -100,28 +107,75 @@ class Session:
         """Search until the trials or the time to build and measure are over, a time that counts from `begun`."""
         self._begun, self._limits = begun, limits
         self.builder.spaces = self.spaces
+        self.runner.left = lambda: self._left(times)
         self._drop_stale()
+        self._rebuild_best(times)
         self._search(times)
+        self._refer_to(None, None)
+        if not self.host.stop():
+            self._note_declarations()
         if self.known:
             self.host.save()
 
+    def _left(self, times):
+        """Seconds that a measurement may take: until the search has to end, or the session where nothing has passed yet."""
+        return left_until(times.measure if self.ranking() else times.end, self.host)
+
     def _drop_stale(self):
-        """Forget what earlier sessions found of declarations that have changed since."""
-        spaces = [space for space in self.spaces if space.name in self.declarations]
-        for name, declaration in self.builder.declarations(spaces).items():
-            if declaration != self.declarations.pop(name):
-                for key in [key for key in self.known if (space := self.space_of(key)) and space.name == name]:
-                    del self.known[key]
-            self.declarations[name] = declaration
+        """Forget what earlier sessions found of declarations that have changed since, or that nothing is on record of."""
+        today = self.builder.declarations([space for space in self.spaces if space.name in self.declarations])
+        for key in list(self.known):
+            space = self.space_of(key)
+            if space is not None and (space.name not in today or today[space.name] != self.declarations[space.name]):
+                del self.known[key]
+        self.declarations.update(today)
+
+    def _note_declarations(self):
+        """Put on record what plans that could not be built are of, too: the others have told themselves."""
+        tried = {space.name: space for space in map(self.space_of, self.known) if space and space.name not in self.declarations}
+        self.declarations.update(self.builder.declarations(list(tried.values())))
+
+    def _rebuild_best(self, times):
+        """Build the best plan of earlier sessions again, since others are timed in turn with it. What fails today is refused."""
+        for key in self.ranking()[:REBUILT]:
+            if self.host.stop():
+                return
+            future = self.builder.begin_plan(self.space_of(key), key[1], whole=True)
+            while concurrent.futures.wait([future], TICK).not_done:
+                if self.host.stop() or past(times.build, self.host):
+                    return
+            outcome, path = self._outcome(future, self.space_of(key), None)
+            if outcome is None:
+                return
+            if outcome.refused is None:
+                self.known[key] = replace(self.known[key], proven=True)
+                return self._refer_to(key, path)
+            self.known[key] = replace(outcome, after=self.known[key].after)
+
+    def _refer_to(self, key, path):
+        """Put the artefact of the best plan in the place of the one before it."""
+        if self._reference[1] is not None:
+            self.builder.discard(self._reference[1])
+        self._reference = key, path
 
     def leader(self):
-        """The Winner by the search's measurements alone; TuneError where no plan has passed."""
-        ranking = self.ranking()
+        """The Winner by the search's measurements alone; TuneError where no plan has passed, or none has been proved."""
+        ranking = self.proven()
         if not ranking:
-            reasons = [outcome.refused for key, outcome in self.known.items() if outcome.refused and self.space_of(key)]
-            raise TuneError(f"no plan of {self.name} has passed so far, found "
-                            f"{reasons[0].splitlines()[0] if reasons else 'none that was tried'}")
+            tried = [outcome for key, outcome in self.known.items() if self.space_of(key)]
+            refused = sum(outcome.refused is not None for outcome in tried)
+            raise TuneError(f"no plan of {self.name} has {'been proved' if self.ranking() else 'passed'} so far, found {refused} of "
+                            f"{len(tried)} refused: {told(tried)}")
         return Winner("search", tuple((self.known[key].seconds, key) for key in ranking), self.known[ranking[0]], {})
+
+    @property
+    def ended_early(self):
+        """Whether the search ended since no gain was expected any more."""
+        return self.fruitless >= PATIENCE
+
+    def proven(self):
+        """Of `ranking` those that passed the large set of inputs too."""
+        return [key for key in self.ranking() if self.known[key].proven]
 
     def ranking(self):
         """Keys of all plans that passed, the fastest first; those of spaces that are no longer there do not count."""
@@ -132,7 +186,7 @@ class Session:
         pending = {}  # future -> (task, plan)
         ended = False
         while True:
-            ended = ended or self.host.stop() or past(times.build, self.host)
+            ended = ended or self.host.stop() or past(times.build, self.host) or self.ended_early
             if not ended and len(pending) <= (0 if self.alone else self.builder.workers):
                 batch = self._batch(self._room(len(pending)), {task.key(plan) for task, plan in pending.values()})
                 ended = not batch and not pending
@@ -146,7 +200,7 @@ class Session:
             done, _ = concurrent.futures.wait(pending, TICK, when)
             if self.alone and len(done) < len(pending):
                 continue
-            for future in done:
+            for future in [future for future in pending if future in done]:  # in their order, or draws would not be repeatable
                 self._measure(future, *pending.pop(future))
                 if self.host.stop() or past(times.measure, self.host):
                     break
@@ -161,11 +215,9 @@ class Session:
         of the next task proposes."""
         if count <= 0:
             return []
-        wanted = [(task, task.space.seed) for task in self.tasks]
-        if self.champion is not None:
-            owner = self.space_of(self.champion)
-            wanted[:0] = [(task, self.champion[1]) for task in self.tasks if task.space is owner]
-        wanted[1:1] = [(task, key[1]) for key in self.hints for task in self.tasks if task.space is self.space_of(key)]
+        first, *others = [task.key(task.space.seed) for task in self.tasks]
+        keys = [*([self.champion] if self.champion else []), first, *self.hints, *others]
+        wanted = [(task, key[1]) for key in keys for task in self.tasks if task.space is self.space_of(key)]
         seeds = [(task, plan) for task, plan in dict.fromkeys(wanted) if task.key(plan) not in {*self.known, *taken}]
         if seeds:
             return seeds[:count]
@@ -188,23 +240,46 @@ class Session:
 
     def _measure(self, future, task, plan):
         """Gate and time what a future has built, and note the outcome."""
-        built = self.builder.result(future)
-        outcome = Outcome(refused=None if built.error_msg is None else _sentence(built.error_msg))
-        if built.error_msg is None:
-            path = str(built.artifact_path)
-            facts = self.builder.built[path]
-            self.declarations[task.space.name] = facts.declaration
-            self.runner.best_seconds = self.known[self.ranking()[0]].seconds if self.ranking() else None
-            result = self.runner.run([ms.runner.RunnerInput(path, task.space.arch.kind, [])])[0].result()
-            seconds = None if result.error_msg is not None else statistics.median(float(x) for x in result.run_secs)
-            outcome = Outcome(seconds, _sentence(result.error_msg), facts.registers, facts.spill_bytes)
-            self.builder.discard(path)
-        self.known[task.key(plan)] = replace(outcome, after=round(self._earlier + self.host.clock() - self._begun, 1))
+        key, best = task.key(plan), (self.ranking() or [None])[0]
+        outcome, path = self._outcome(future, task.space, best)
+        if outcome is None:
+            return
+        self.known[key] = replace(outcome, after=round(self._earlier + self.host.clock() - self._begun, 1))
         self.tried += 1
         self.refused += outcome.refused is not None
+        if outcome.refused is None:
+            gain = best is None or outcome.seconds < (1 - GAIN) * self.known[best].seconds
+            self.fruitless = 0 if gain else self.fruitless + 1
+            if self.ranking()[0] == key:
+                self._refer_to(key, path)
+            else:
+                self.builder.discard(path)
+        else:
+            self.fruitless += 1
+        self.host.save()  # first of all: what has been told of is kept
         self.host.report(self.progress())
-        if self.tried % BATCH == 0:
-            self.host.save()
+
+    def _outcome(self, future, space, best):
+        """(Outcome, artefact where it passed) of what a future has built of a space, timed in turn with the `best`; (None, None) where the
+        time is up. TuneError where the device is lost."""
+        built = self.builder.result(future)
+        if built.error_msg is not None:
+            return Outcome(refused=_sentence(built.error_msg)), None
+        path = str(built.artifact_path)
+        facts = self.builder.built[path]
+        self.declarations[space.name] = facts.declaration
+        self.runner.best_seconds = None if best is None else self.known[best].seconds
+        self.runner.best_path = self._reference[1] if self._reference[0] == best else None
+        result = self.runner.run([ms.runner.RunnerInput(path, space.arch.kind, [])])[0].result()
+        if result.error_msg is not None:
+            self.builder.discard(path)
+            if result.error_msg.startswith(LOST):
+                raise TuneError(result.error_msg)
+            refused = _sentence(result.error_msg)
+            return (None if refused == OUT_OF_TIME else Outcome(None, refused, facts.registers, facts.spill_bytes)), None
+        found = self.runner.found.pop(path)
+        seconds = statistics.median(float(x) for x in result.run_secs)
+        return Outcome(seconds, None, facts.registers, facts.spill_bytes, round(found["spread"], 4), found["proven"] or None), path
 
     def progress(self):
         """Where the session stands."""
@@ -226,6 +301,7 @@ class Session:
                 self.known[key] = replace(self.known[key], seconds=None, refused=_sentence(why))
             if scores:
                 ranking = ranked(scores)
+                self.known.update({key: replace(self.known[key], proven=True) for key in scores})
                 return Winner("duel", ranking, self.known[ranking[0][1]], scores)
         return None
 

@@ -7,6 +7,7 @@ from schedules.backward import default_plans
 from schedules.backward_parts import Part
 from schedules.space import Space
 from schedules.tuning.last_round import Times, Winner, last_round, ranked
+from schedules.tuning.log import Outcome
 from schedules.tuning.search import FINALISTS, Session
 
 #: Of several functions, plans of each that meet in the last round: the fastest by the search's measurements.
@@ -36,6 +37,10 @@ class Sessions:
     def refused(self):
         return sum(session.refused for session in self.sessions.values())
 
+    @property
+    def ended_early(self):
+        return all(session.ended_early for session in self.sessions.values())
+
     def run(self, limits):
         """As Session.run: functions share trials and time alike, and the time that is kept back for the last round is theirs together."""
         begun, count = self.host.clock(), len(self.sessions)
@@ -56,7 +61,7 @@ class Sessions:
     def leader(self):
         """The Winner by the searches' measurements alone: gradients of which one function has a plan of its own. TuneError where none has
         passed."""
-        searched = [role for role, session in self.sessions.items() if session.ranking()] or [next(iter(self.sessions))]
+        searched = [role for role, session in self.sessions.items() if session.proven()] or [next(iter(self.sessions))]
         found = [(*self.sessions[role].leader().ranking[0], role) for role in searched]
         seconds, (_, plan), role = min(found, key=lambda it: it[0])
         key = self.whole.family.NAME, self._together({role: plan})
@@ -81,13 +86,14 @@ class Sessions:
 
     def _duel(self, times):
         """Winner among whole gradients; None where a stop came first, or the end of the time, or none passes."""
-        self.leader()  # TuneError where nothing has passed
+        if not any(session.ranking() for session in self.sessions.values()):
+            return None  # nothing has passed, as the leader says
         found = last_round(self._finalists(), self.builder, self.runner, self.host, self.seed, times)
         if found is None or not found[0]:
             return None
         ranking = ranked(found[0])
         outcomes = [self.known.get(own) for own in self.subject.split(ranking[0][1]).values()]
-        most = max(filter(None, outcomes), key=lambda it: it.registers or 0, default=self.leader().outcome)
+        most = max(filter(None, outcomes), key=lambda it: it.registers or 0, default=Outcome())
         return Winner("duel", ranking, most, found[0])
 
     @property

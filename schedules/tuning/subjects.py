@@ -21,6 +21,10 @@ from schedules.tuning.gate import Case, on_device
 from te_defs import reference
 from te_defs.workload import Shape, Workload, WorkloadError, flops, timed_arguments
 
+#: How far beyond their bounds gradients may be on hard inputs: these are of the first order, and where dP and delta cancel at large scores,
+#: kernels that add in another order than the yardstick reached 1.08 times the bounds in 600 random calls. Wrong ones are off by far more.
+HARD_SLACK = 2
+
 _NAME = re.compile(rf"(fwd|bwd)(.*?)(\+{backward.ANY_ORDER})?")
 
 
@@ -88,9 +92,9 @@ class ForwardPass:
         spaces = spaces_of([self.families()[key[0]]], self.workload, arch)
         return any(space.owns(*key) and space.fits(key[1]) for space in spaces)
 
-    def case(self, shape, scale, arguments, seed, device):
-        """The gate's Case of a shape, on seeded inputs."""
-        q, k, v = reference.make_inputs(self.workload, shape, seed)
+    def case(self, shape, scale, arguments, seed, device, inputs=None):
+        """The gate's Case of a shape, on seeded inputs, or on hard ones (q, k, v)."""
+        q, k, v = inputs or reference.make_inputs(self.workload, shape, seed)
         answers = reference.forward(self.workload, q, k, v, scale, arguments)
         judge = _judge(lambda found, bounds: reference.mismatch(*found, *answers, *bounds),
                        lambda yardstick: reference.tolerances(self.workload, q, k, v, scale, arguments, answers, yardstick=yardstick))
@@ -164,14 +168,16 @@ class BackwardPass:
         parts = self.parts((self.families()[key[0]],), arch)
         return all(any(space.owns(*own) and space.fits(own[1]) for space in parts[role]) for role, own in self.split(key).items())
 
-    def case(self, shape, scale, arguments, seed, device):
-        q, k, v = reference.make_inputs(self.workload, shape, seed)
+    def case(self, shape, scale, arguments, seed, device, inputs=None):
+        q, k, v = inputs or reference.make_inputs(self.workload, shape, seed)
         dout = np.random.default_rng([seed, 1]).standard_normal((*q.shape[:3], v.shape[3]), np.float32).astype(q.dtype)
         given, answers, lse = reference.backward_case(self.workload, dout, q, k, v, scale, arguments)
+        slack = HARD_SLACK if inputs else 1
 
-        judge = _judge(lambda found, bounds: reference.backward_mismatch(found, answers, bounds, lse),
-                       lambda yardstick: reference.backward_tolerances(self.workload, dout, q, k, v, answers, scale, arguments,
-                                                                       yardstick=yardstick))
+        def bounds_of(yardstick):
+            return [slack * bound for bound in reference.backward_tolerances(self.workload, dout, q, k, v, answers, scale, arguments,
+                                                                             yardstick=yardstick)]
+        judge = _judge(lambda found, bounds: reference.backward_mismatch(found, answers, bounds, lse), bounds_of)
         return Case(shape, on_device(given, device), tuple((x.shape, x.dtype) for x in (q, k, v)),
                     (scale, *on_device(arguments, device)), answers, judge)
 

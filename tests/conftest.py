@@ -17,9 +17,9 @@ from schedules.lowering.toolkit import ToolkitError, driver_version, find_toolki
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).with_name("golden")
-#: Files that take longest: workers begin with them, so that none is left with one at the end.
-LONGEST = ("test_random", "test_rules", "test_wgmma", "test_wgmma_backward", "test_mma", "test_scripts", "test_simt", "test_tune_cli",
-           "test_fleet", "test_masks", "test_fused_backward")
+#: Files that take longest, those that take most first: workers begin with them, so that none is left with one at the end.
+LONGEST = ("test_random", "test_rules", "test_fused_backward", "test_wgmma", "test_wgmma_backward", "test_scripts", "test_simt",
+           "test_tune_cli", "test_mma", "test_fleet", "test_masks", "test_tune_backward", "test_simt_backward", "test_tuning")
 
 
 def pytest_addoption(parser):
@@ -36,7 +36,8 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     if config.pluginmanager.hasplugin("xdist"):
-        items.sort(key=lambda item: item.path.stem not in LONGEST)
+        rank = {name: n for n, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
         for item in items:
             item.add_marker(pytest.mark.xdist_group(_group(item)))
     if driver_version() is None and not config.getoption("--gpu"):

@@ -3,7 +3,9 @@
     python -m scripts.tune --workload d128_f16_causal d128_f16_full --minutes 3
     python -m scripts.tune --workload d64_f32_full --target cpu --trials 40 --dry-run
     python -m scripts.tune --workload d128_f16_full --backward any-order --minutes 2
+    python -m scripts.tune --workload d128_f16_full --rpc 10.0.0.1:9190 --key h200 --target sm_90a
 
+With --rpc, what is built here is measured by the workers of a fleet (scripts.fleet), several at a time.
 A second run goes on where the first one ended. Exit codes: 0 done, 1 failed or interrupted, 2 wrong arguments.
 """
 import argparse
@@ -27,6 +29,8 @@ import xgboost
 
 from schedules.lowering.toolkit import find_toolkit
 from schedules.tuning.builder import PoolBuilder
+from schedules.tuning.fleet import Fleet
+from schedules.tuning.fleet_tools import FleetBuilder, FleetRunner
 from schedules.tuning.log import Log, LogError, locked
 from schedules.tuning.nearest import Machine, nearest_record, start_plans
 from schedules.tuning.records import NoRecord
@@ -37,7 +41,7 @@ from schedules.tuning.runner import GatedRunner
 from schedules.tuning.search import PATIENCE, Host, Limits, TuneError
 from schedules.tuning.several import session_of
 from schedules.tuning.subjects import subject_of
-from scripts import cli, options
+from scripts import cli, options, remote
 from scripts.report import write_report
 from te_defs.workload import standard_shape
 
@@ -58,7 +62,8 @@ STALE_SECONDS = 3600
 
 @dataclass(frozen=True)
 class Tools:
-    """What all workloads of a run share: the device, MetaSchedule's builder and runner, limits, seed, a commit to note, when to stop."""
+    """What all workloads of a run share: the device, MetaSchedule's builder and runner, limits, seed, a commit to note, when to stop, the
+    number of build processes, and whose workers measure."""
 
     device: cli.Device
     builder: PoolBuilder
@@ -67,6 +72,8 @@ class Tools:
     seed: int
     commit: str | None
     stop: object
+    workers: int
+    fleet: Fleet | None
 
 
 def make_parser():
@@ -79,6 +86,7 @@ def make_parser():
     parser.add_argument("--length", type=_positive(int), help="query and key rows of the shape that is timed; None: "
                         + ", ".join(f"{length} on {kind}" for kind, length in LENGTH.items()))
     options.add_logs(parser)
+    remote.add_fleet(parser)
     parser.add_argument("--family", default=None, help="search the plans of this family only; None: of all that take the workload, "
                         "gradients: of the first that does")
     parser.add_argument("--seed", type=options.seed, default=0, help="of all draws")
@@ -101,13 +109,15 @@ def _positive(kind):
 
 def run(args):
     """The command; an exit code, or an error that `cli.main` turns into one."""
-    with _stoppable() as stop:  # first of all: TVM would lose an exception of Ctrl-C in a function that it calls
-        return tune_all(args, stop)
+    # Signals first of all: TVM would lose an exception of Ctrl-C in a function that it calls.
+    with _stoppable() as asked, remote.fleet_of(args) as fleet:
+        return tune_all(args, lambda: asked() or fleet is not None and fleet.lost is not None, fleet)
 
 
-def tune_all(args, stop):
+def tune_all(args, stop, fleet):
     """Resolve the arguments and tune one workload after the other, until `stop()`."""
-    logs, device = cli.log_folder(args.logs), cli.find_device(args.target)
+    logs = cli.log_folder(args.logs)
+    device = cli.find_device(args.target) if fleet is None else remote.device_of(fleet, args.target)
     workloads = [options.uniform(options.workload_of(text, device)) for text in args.workload]
     minutes = args.minutes or (None if args.trials else MINUTES)
     limits = Limits(args.trials, None if minutes is None else 60 * minutes)
@@ -126,11 +136,12 @@ def tune_all(args, stop):
         return
     if device.slug is None:
         raise cli.UsageError(f"tuning needs the device itself, found {device.description}: run on such a machine, or use --target auto")
-    with _processes(device, workers) as (builder, runner):
+    with _processes(device, workers, fleet) as (builder, runner):
         for task in tasks:
-            tune(Tools(device, builder, runner, limits, args.seed, args.commit, stop), *task)
+            tune(Tools(device, builder, runner, limits, args.seed, args.commit, stop, workers, fleet), *task)
             if stop():
-                raise cli.Interrupted(f"interrupted: what was tuned so far is kept in {logs / device.slug}, the same command goes on there")
+                why = fleet and fleet.lost or "interrupted"
+                raise cli.Interrupted(f"{why}: what was tuned so far is kept in {logs / device.slug}, the same command goes on there")
 
 
 def describe(device, limits, log, parts, shape):
@@ -171,7 +182,7 @@ def tune(tools, log, parts, shape):
         host = Host(time.monotonic, tools.stop, Lines(subject, shape).show, lambda: log.write_measured(known, declarations, shape))
         session = session_of(subject, parts, champion, shape, tools.builder, tools.runner, host,
                              known, declarations, first, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
-                             alone=tools.device.kind == "cpu")
+                             alone=tools.device.kind == "cpu" and tools.fleet is None)
         try:
             winner = session.run(left(tools.limits, time.monotonic() - begun))
         except TuneError:
@@ -182,7 +193,8 @@ def tune(tools, log, parts, shape):
             raise
         if winner.measured == "search" and run is not None and (run.get("best") or {}).get("measured") == "duel":
             winner = None  # interrupted: the plan that won the last duel stays until another one wins
-        device = {"slug": tools.device.slug, "name": tools.device.description, "driver": cli.nvidia_driver(tools.device)}
+        driver = tools.fleet.facts["driver"] if tools.fleet else cli.nvidia_driver(tools.device)
+        device = {"slug": tools.device.slug, "name": tools.device.description, "driver": driver}
         if tools.device.gpu is not None:
             device["sms"] = tools.device.gpu.sms
         conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
@@ -257,12 +269,14 @@ class Lines:
 
 
 @contextmanager
-def _processes(device, workers):
+def _processes(device, workers, fleet):
     """Builder and runner with their processes, and a folder for artefacts; all gone afterwards."""
     toolkit = find_toolkit(os.environ) if device.kind == "cuda" else None
     _clear_scratch()
     with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch, locked(Path(scratch)):
-        builder, runner = PoolBuilder(workers, toolkit, Path(scratch, "stub"), scratch), GatedRunner(device.kind, toolkit)
+        builder = PoolBuilder(workers, toolkit, Path(scratch, "stub"), scratch)
+        runner = GatedRunner(device.kind, toolkit) if fleet is None else FleetRunner(fleet)
+        builder = builder if fleet is None else FleetBuilder(builder, runner)
         try:
             yield builder, runner
         finally:
@@ -312,7 +326,7 @@ def _about(tools):
     if tools.device.kind == "cuda":
         versions["nvcc"] = ".".join(map(str, find_toolkit(os.environ).version))
     return {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "seed": tools.seed,
-            "workers": tools.builder.workers, "versions": versions, "commit": commit}
+            "workers": tools.workers, "versions": versions, "commit": commit, **(tools.fleet.about() if tools.fleet else {})}
 
 
 if __name__ == "__main__":

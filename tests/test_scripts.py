@@ -32,7 +32,7 @@ from tests.source_alone import without_nvcc
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("tune", "export", "run", "bench", "show")
+COMMANDS = ("tune", "fleet tracker", "fleet worker", "export", "run", "bench", "show")
 README = (ROOT / "README.md").read_text()
 NOTES = ROOT / "schedules" / "README.md"
 
@@ -56,7 +56,7 @@ def artefact(tmp_path_factory):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_tells_what_it_does_and_its_defaults(name):
-    done = started(name, "--help")
+    done = started(*name.split(), "--help")
     assert done.returncode == 0 and "default" in done.stdout, done.stderr
     assert done.stdout.startswith(f"usage: python -m scripts.{name}")
 

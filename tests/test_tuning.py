@@ -1,6 +1,7 @@
 """The tuner at work: the gate, worker processes, MetaSchedule's search over a space, and the loop of a session."""
 import itertools
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,6 +128,16 @@ class TestWorkers:
         found = measured(device_runner, result.artifact_path)
         assert found.run_secs is None
         assert "is right: error" in found.error_msg
+
+    def test_a_kernel_at_the_path_of_another_is_judged_as_itself(self, builder, device_runner, tmp_path):
+        """The loader would give the first one: a wrong kernel would pass for a right one, with its time. A new process does not."""
+        path, found = tmp_path / "kernel.so", []
+        for plan in (StandInPlan(16, 32), StandInPlan(16, 16, fault=WRONG)):
+            path.unlink(missing_ok=True)
+            path.write_bytes(Path(built(builder, plan).artifact_path).read_bytes())
+            found.append(measured(device_runner, path))
+        assert found[0].error_msg is None
+        assert found[1].run_secs is None and found[1].error_msg.startswith("wrong: ") and "is right: error" in found[1].error_msg
 
     def test_a_plan_that_cannot_be_scheduled_is_refused(self, builder):
         result = built(builder, StandInPlan(16, 16, fault=UNSCHEDULABLE))

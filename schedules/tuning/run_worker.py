@@ -3,6 +3,7 @@
 A kernel's speed depends on what the chip did before: one that was idle runs several per cent faster for a moment, one that never rests gets
 so hot and slow that the plan wins which takes the least power. So timings here have the rests and lengths of those of `scripts.bench`.
 """
+import os
 import random
 import signal
 from contextlib import nullcontext
@@ -24,8 +25,9 @@ REPEATS = 3
 #: A candidate that a first look finds this many times slower than the best is not timed any longer.
 HOPELESS = 1.5
 
-#: What this process keeps from one kernel to the next: inputs, by workload and shape.
+#: What this process keeps from one kernel to the next: inputs, by workload and shape; and which file it has loaded from a path.
 _kept = {}
+_loaded = {}
 
 
 @dataclass(frozen=True)
@@ -115,12 +117,22 @@ def _in_turns(kernel, look, best, best_seconds):
     return found
 
 
+def load(path):
+    """The module of a .so. The loader gives the library that it has from a path, whatever file is there by now: one kernel would be judged
+    and timed in the place of another, so a path that was another file's is a RuntimeError."""
+    found = os.stat(path)
+    which = found.st_dev, found.st_ino, found.st_mtime_ns
+    if _loaded.setdefault(path, which) != which:
+        raise RuntimeError(f"every kernel must have a path of its own, found that {path} was another one's before: name it otherwise")
+    return tvm.runtime.load_module(path)
+
+
 class _Kernel:
     """A loaded kernel with the arguments that it is timed on."""
 
     def __init__(self, path, setting):
         self.setting, self.device = setting, _DEVICES[setting.kind](0)
-        self.module = tvm.runtime.load_module(path)
+        self.module = load(path)
         if setting not in _kept:
             _kept.clear()
             _kept[setting] = (gate.cases(setting.subject, self.device), setting.subject.timed(setting.shape, self.device))

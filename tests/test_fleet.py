@@ -127,8 +127,9 @@ def eventually(true, seconds=60):
 
 
 def measured(held, path, label="a plan"):
-    """What a Fleet finds of an artefact."""
+    """What a Fleet finds of an artefact: beside a best that nothing comes near, so that it is gated, and one look at it is enough."""
     runner = FleetRunner(held)
+    runner._best = 1e-9, None
     runner.begin(path, SETTING, label)
     return runner._answers[path]
 
@@ -162,7 +163,7 @@ class TestAtTheWorkers:
         source.write_text("#include <stdlib.h>\n__attribute__((constructor)) static void load() { abort(); }\n")
         run_c_compiler(["-x", "c", "-shared", "-fPIC", str(source), "-o", str(library)])
         assert "the kernel crashes" in measured(held, str(library))["refused"]
-        assert len(measured(held, artefact)["seconds"]) == 3
+        assert len(measured(held, artefact)["seconds"]) == 1
         assert (held.size, len(held.losses)) == before
 
     def test_no_kernel_is_taken_for_one_before_it(self, held, kernels):
@@ -182,12 +183,12 @@ class TestAtTheWorkers:
             runner.begin(artefact, SETTING, "a plan")
             assert not Path(f"{artefact}.best").exists()
             return runner._answers.pop(artefact)
-        assert answer(None, None)["proven"] is True
+        alone = answer(None, None)
+        assert len(alone["seconds"]) == 3 and alone["proven"] is True
         assert 0.05 < min(answer(1.0, str(best))["seconds"]), "as long as a best of one second: the kernel itself takes far less"
         best.unlink()  # by the session, which has a better one
         assert max(answer(1.0, str(best))["seconds"]) < 0.05
-        slower = answer(1e-9, None)
-        assert len(slower["seconds"]) == 1 and slower["proven"] is False
+        assert answer(1e-9, None)["proven"] is False
 
     def test_the_last_round_waits_for_nothing_that_is_not_wanted_any_more(self, held, artefact):
         runner, link = FleetRunner(held), held._idle.pop()
@@ -233,7 +234,7 @@ class TestAtTheWorkers:
         stopped.kill()
         monkeypatch.undo()
         other = held._idle.pop()  # let it be busy
-        assert len(measured(held, artefact)["seconds"]) == 3
+        assert len(measured(held, artefact)["seconds"]) == 1
         assert [entry.split()[0] for entry in held.names].count(name) == 2
         held._give_back(other)
 
@@ -242,7 +243,7 @@ class TestAtTheWorkers:
         worker = lambda link: psutil.Process(two.workers[link.name].pid)  # noqa: E731
         found, name, (_, *below) = at_work(held, artefact, tmp_path, worker, signal.SIGKILL)
         two.workers.pop(name).wait()
-        assert len(found["seconds"]) == 3
+        assert len(found["seconds"]) == 1
         loss = held.losses[-1]
         assert (loss["worker"], loss["plan"]) == (name, "the plan at hand") and "the connection broke" in loss["reason"]
         assert held.size == before - 1

@@ -84,6 +84,21 @@ def test_other_conditions_stay():
     assert tvm_ffi.structural_equal(masked_tiles.split_masked_tiles()(mod)["main"].body, no_hint.body)
 
 
+def test_what_is_set_aside_is_put_back_wherever_it_is_used():
+    n, loop_var, out = tirx.Var("n", "int32"), tirx.Var("i", "int32"), tirx.decl_buffer((64,), "int32", "out")
+    inner, bind_inner = rewrite.set_aside("inner", tirx.max(n, 3))
+    outer, bind_outer = rewrite.set_aside("outer", tirx.min(inner, loop_var))
+
+    def function(*stmts):
+        return tirx.PrimFunc([n, out], tirx.For(loop_var, 0, 8, tirx.ForKind.SERIAL, tirx.SeqStmt(stmts) if stmts[1:] else stmts[0]))
+    aside = function(bind_inner, bind_outer, tirx.BufferStore(out, outer * outer + inner, [loop_var]))
+    ends = tirx.min(tirx.max(n, 3), loop_var)
+    alone = function(tirx.BufferStore(out, ends * ends + tirx.max(n, 3), [loop_var]))
+    found = rewrite.put_back()(tvm.IRModule({"main": aside}))["main"]
+    assert tvm_ffi.structural_equal(found, alone)
+    assert rewrite.put_back()(tvm.IRModule({"main": alone}))["main"].same_as(alone)
+
+
 def rescale_nest(marked):
     """O_new = rescale * O on registers, two steps of four, with the mark's value around it."""
     rescale, old, new = (tirx.decl_buffer((size,), "float32", name=name, scope="local") for name, size in (("r", 2), ("o", 8), ("n", 8)))

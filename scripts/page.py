@@ -304,9 +304,18 @@ def tell_sessions(story):
         rows.append(("", tuple(escape(str(session.get(name, "-"))) for name in ("date", "trials", "refused", "seconds", "seed", "workers"))
                      + (escape(str(session.get("commit") or "-")), escape(versions))))
     driver = (story.run or {}).get("device", {}).get("driver")
+    notes = [f"Driver {escape(driver)}."] if driver else []
+    notes += [_fleet(session) for session in (story.run or {}).get("sessions", ()) if "fleet" in session]
     head = [("date", "words"), ("candidates", ""), ("refused", ""), ("seconds", ""), ("seed", ""), ("workers", ""), ("commit", "words"),
             ("versions", "words")]
-    return _table(head, rows, f"Driver {escape(driver)}." if driver else "", "Sessions") if rows else ""
+    return _table(head, rows, " ".join(notes), "Sessions") if rows else ""
+
+
+def _fleet(session):
+    """Who measured for a session, and what was lost."""
+    fleet = session["fleet"]
+    lost = "; ".join(f"{each['worker']} with {each['plan']}: {each['reason']}" for each in fleet["lost"])
+    return escape(f"In that of {session.get('date', '-')} a fleet measured: {', '.join(fleet['workers'])}. Lost: {lost or 'none'}.")
 
 
 #: (name, title, function that tells it; an empty text leaves it out) in their order.

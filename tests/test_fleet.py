@@ -18,13 +18,14 @@ from tvm.rpc.base import TrackerCode
 from schedules import registry
 from schedules.arch import CUDA_ARCHS
 from schedules.lowering.toolkit import run_c_compiler
-from schedules.tuning import fleet, log
+from schedules.tuning import fleet, fleet_tools, fleet_worker, log, reasons
 from schedules.tuning.build_worker import Job, make
-from schedules.tuning.fleet import Fleet, FleetError, sound
+from schedules.tuning.fleet import Fleet, FleetError, Over, sound
 from schedules.tuning.fleet_link import ask_tracker
 from schedules.tuning.fleet_tools import FleetRunner
 from schedules.tuning.fleet_worker import facts_of
 from schedules.tuning.run_worker import Setting
+from schedules.tuning.runner import GatedRunner
 from schedules.tuning.subjects import ForwardPass
 from scripts import cli, options, remote, tune
 from tests import stand_in
@@ -178,7 +179,7 @@ class TestAtTheWorkers:
         best.write_bytes(Path(artefact).read_bytes())
 
         def answer(*known):
-            runner._best = known
+            runner.best = known
             runner.begin(artefact, SETTING, "a plan")
             assert not Path(f"{artefact}.best").exists()
             return runner._answers.pop(artefact)
@@ -188,6 +189,22 @@ class TestAtTheWorkers:
         best.unlink()  # by the session, which has a better one
         assert max(answer(1.0, str(best))["seconds"]) < 0.05
         assert answer(1e-9, None)["proven"] is False
+
+    def test_the_last_round_waits_for_nothing_that_is_not_wanted_any_more(self, held, artefact):
+        runner, link = FleetRunner(held), held._idle.pop()
+        runner.setting, others, late = SETTING, [held._idle.pop() for _ in held._idle[:]], "late.so"
+        wanted = runner.until_next_phase()
+        waiting = threading.Thread(target=runner.begin, args=(late, SETTING, "a plan", None, wanted))
+        waiting.start()
+        last = threading.Thread(target=lambda: runner.found.update(duel=runner.duel([artefact], seed=0)))
+        last.start()
+        eventually(lambda: not wanted())
+        waiting.join(5)
+        assert runner._answers == {late: {"refused": reasons.OUT_OF_TIME}} and "duel" not in runner.found
+        for each in (link, *others):
+            held._give_back(each)
+        last.join(60)
+        assert len(runner.found["duel"][0]["seconds"]) == 7
 
     def test_another_tuner_finds_them_busy(self, two, held, monkeypatch):
         monkeypatch.setattr(fleet, "FIRST_LOOKS", 1)
@@ -213,7 +230,7 @@ class TestAtTheWorkers:
             monkeypatch.setattr(fleet, name, value)
         session = lambda link: psutil.Process(two.workers[link.name].pid).children()[0].children()[0]  # noqa: E731
         found, name, (stopped, *_) = at_work(held, artefact, tmp_path, session, signal.SIGSTOP)
-        assert found["refused"] == "lost with 1 workers, the last of which: no answer within 10 s"
+        assert found["refused"] == "fails: lost with 1 workers, the last of which: no answer within 10 s"
         stopped.kill()
         monkeypatch.undo()
         other = held._idle.pop()  # let it be busy
@@ -256,6 +273,32 @@ def slow_once(artefact, folder):
                       f'{{ if (unlink("{folder / "first"}") == 0) sleep(60); }}\n')
     run_c_compiler(["-x", "c", "-shared", "-fPIC", str(source), "-Wl,--no-as-needed", "-x", "none", artefact, "-o", str(library)])
     return str(library)
+
+
+def test_workers_that_can_measure_nothing_are_put_aside_and_no_plan_is_refused_for_them(two, artefact, monkeypatch):
+    monkeypatch.setattr(fleet, "PATIENCE", 2.0)
+    held = two.fleet()
+    try:
+        runner, count = FleetRunner(held), held.size
+        with pytest.raises(Over):
+            runner.begin(artefact, Setting("cpu", SimpleNamespace(name="fwd_d16_dv8_f32_nowhere:Mask"), SHAPE), "a plan")
+        assert runner._answers == {} and held.size == 0 and len(held.losses) == count
+        assert re.fullmatch(r"a worker that fits was wanted at tracker .*, found one that can measure nothing \(.*nowhere.*\): start .*",
+                            held.lost), held.lost
+    finally:
+        held.close()
+
+
+@pytest.mark.parametrize("what", ["measure", "duel"])
+def test_a_device_that_is_gone_is_no_fault_of_the_kernel(what, artefact, monkeypatch):
+    def ask(timeout, function, *arguments):
+        raise ChildProcessError("the process has ended")
+    desk = fleet_worker._Desk({"kind": "cpu"}, None)
+    desk._runner = GatedRunner("cpu", None)
+    desk._runner._worker = SimpleNamespace(served=0, ask=ask)
+    monkeypatch.setattr(desk, "_alone", lambda path: path)
+    asked = {"do": what, "files": [artefact], "seconds": None, "best": None, "seed": 0, **fleet_tools._about(SETTING)}
+    assert reasons.LOST in json.loads(desk.answer(json.dumps(asked)))["failed"]
 
 
 def test_without_tracker_it_goes_on_and_without_workers_it_keeps_what_there_is(tmp_path, only_stand_in, monkeypatch):

@@ -195,6 +195,15 @@ class TestOfAFreshLog:
         assert "2 cores, vectors of 256 bits, 32 KiB of L1" in found.texts["limits"] and "GHz" in found.texts["limits"]
         assert "lanes" in found.texts["winner"] and "attn" in found.texts["winner"]
 
+    def test_tells_who_measured_and_what_was_lost(self, fresh):
+        lost = {"worker": "10.0.0.2:9091", "plan": "stand_in q_tile=16", "reason": "no answer within 60 s"}
+        told = {"workers": ["10.0.0.2:9091 (a)", "10.0.0.3:9091 (b)"], "lost": [lost]}
+        edit(fresh / log.RUN, lambda data: [each.update(fleet=told | {"lost": told["lost"][:number]})
+                                            for number, each in enumerate(data["sessions"])])
+        found = checked(write_report(fresh).read_text()).texts["sessions"]
+        assert found.count("a fleet measured: 10.0.0.2:9091 (a), 10.0.0.3:9091 (b). Lost: ") == 2
+        assert "Lost: none." in found and "Lost: 10.0.0.2:9091 with stand_in q_tile=16: no answer within 60 s." in found
+
     def test_shows_what_stands_in_the_log_as_text(self, fresh):
         edit(fresh / log.MEASURED, lambda data: [entry.__setitem__(3, HOSTILE) for entry in data["plans"] if entry[2] is None])
         edit(fresh / log.RUN, lambda data: data["device"].update(name=HOSTILE))

@@ -153,7 +153,7 @@ class TestNeverStuck:
     def test_a_kernel_is_not_refused_for_what_another_left_behind(self, fault):
         assert measured(scripted(fault, PASSED, PROOF)).error_msg is None
         made = scripted(PASSED, fault, PROOF)
-        made.best_seconds = 2.0
+        made.best = 2.0, None
         assert measured(made).error_msg is None and made.found["0.so"]["proven"]
 
     def test_one_that_hangs_is_not_asked_again(self):

@@ -192,15 +192,15 @@ class TestHonestTime:
 
         class Watching(FakeRunner):
             def run(self, inputs):
-                turns.append((str(inputs[0].artifact_path), self.best_path, self.best_seconds))
+                turns.append((str(inputs[0].artifact_path), *self.best))
                 return super().run(inputs)
         made = session(builder := FakeBuilder(), Watching(refuse=lambda plan: False))
         made.run(Limits(trials=12))
         best = None, None
-        for path, best_path, best_seconds in turns:
-            assert (best_path, best_seconds) == best
+        for path, *told in turns:
+            assert tuple(told) == best
             seconds = outcome_of(stand_in.StandInPlan(*json.loads(path))).seconds
-            best = (path, seconds) if best[1] is None or seconds < best[1] else best
+            best = (seconds, path) if best[0] is None or seconds < best[0] else best
         assert builder.built == {}, "no artefact is left"
 
     def test_the_best_of_earlier_sessions_is_built_again_and_keeps_its_time(self):
@@ -210,6 +210,19 @@ class TestHonestTime:
         session(builder, runner, known=known).run(Limits(trials=2))
         assert builder.begun[0] == (seed, True) and runner.measured[0] == seed
         assert known["stand_in", seed] == Outcome(seconds=2e-9, after=7.5, proven=True)
+
+    def test_a_runner_knows_what_to_compare_with_before_a_plan_is_built(self):
+        """A fleet measures a plan as soon as it is built, before `run` asks for it."""
+        seed, runner, told = spaces()[0].seed, FakeRunner(refuse=lambda plan: False), []
+
+        class Watching(FakeBuilder):
+            def begin(self, mod, whole=False):
+                told.append(runner.best)
+                return super().begin(mod, whole)
+        made = session(Watching(), runner, known={("stand_in", seed): Outcome(seconds=2e-9)})
+        made.run(Limits(trials=2))
+        assert [seconds for seconds, _ in told] == [2e-9] * 2 and None not in {path for _, path in told}
+        assert runner.best == (None, None), "nothing of this search is left for the next one"
 
     def test_a_plan_of_earlier_sessions_that_is_wrong_today_is_refused(self):
         seed = spaces()[0].seed

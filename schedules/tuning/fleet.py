@@ -1,7 +1,7 @@
 """The workers of a fleet as the tuner sees them: found by TVM's tracker, each held by a connection until the session ends.
 
 A worker that is held measures for nobody else. Workers that come later are taken when all others are busy. One that is lost costs what it
-had at hand, which goes to another one, a few times at most.
+had at hand, which goes to another one, a few times at most. One that says itself that it can measure nothing is put aside.
 """
 import concurrent.futures
 import contextlib
@@ -15,6 +15,7 @@ from tvm.support.popen_pool import PopenWorker
 
 from schedules.tuning import fleet_link
 from schedules.tuning.fleet_worker import own_versions
+from schedules.tuning.reasons import FAILS, reason
 from schedules.tuning.runner import TIMEOUT
 from schedules.tuning.search import TuneError
 
@@ -80,31 +81,33 @@ class Fleet:
         """For run.json: who measured, and what was lost."""
         return {"fleet": {"workers": list(self.names), "lost": list(self.losses)}}
 
-    def run(self, request, paths, seconds, label, patience=None):
-        """What a worker answers about artefacts; None where none was free for `patience` seconds, {"refused": why} where the work was lost
-        ATTEMPTS times. Over where the fleet is.
+    def run(self, request, paths, seconds, label, patience=None, wanted=lambda: True):
+        """What a worker answers about artefacts; None where none was free for `patience` seconds or as long as the answer is `wanted`,
+        {"refused": why} where the work was lost ATTEMPTS times. Over where the fleet is.
 
         request  as fleet_worker answers it, without `files`
         seconds  that the answer may take
         label    of what is measured, for people
         """
-        for _ in range(ATTEMPTS):
-            link = self._take(patience)
+        lost = 0
+        while lost < ATTEMPTS:
+            link = self._take(patience, wanted)
             if link is None:
                 return None
             try:
                 found = link.ask(seconds, fleet_link.ask, request, paths)
-                if isinstance(found, dict) and "failed" in found:
-                    raise _Lost(found["failed"])
+                if isinstance(found, dict) and "failed" in found:  # whatever the kernel is: it is not to blame
+                    self._lose(link, label, str(found["failed"]), aside=True)
+                    continue
                 if not all(map(sound, found if isinstance(found, list) else [found])):
                     raise _Lost(f"it answered {str(found)[:80]}")
             except _Lost as error:
-                why = str(error)
+                why, lost = str(error), lost + 1
                 self._lose(link, label, why)
                 continue
             self._give_back(link)
             return found
-        return {"refused": f"lost with {ATTEMPTS} workers, the last of which: {why}"}
+        return {"refused": reason(FAILS, f"lost with {ATTEMPTS} workers, the last of which: {why}")}
 
     def close(self):
         """Give all workers back. Who waits for one gets Over."""
@@ -115,10 +118,10 @@ class Fleet:
         for link in links:
             link.end()
 
-    def _take(self, patience):
-        """An idle link; None after `patience` seconds. Over."""
+    def _take(self, patience, wanted):
+        """An idle link; None after `patience` seconds, or once it is not `wanted` any more. Over."""
         waited = alone = 0.0
-        while patience is None or waited < patience:
+        while wanted() and (patience is None or waited < patience):
             with self._changed:
                 if self._closed or self.lost:
                     raise Over
@@ -144,13 +147,17 @@ class Fleet:
             self._idle.append(link)
             self._changed.notify()
 
-    def _lose(self, link, label, why):
+    def _lose(self, link, label, why, aside=False):
+        """Go on without a worker, which stays connected where it is put `aside`: the tracker would offer it again and again."""
         with self._changed:
             if self._closed:
                 raise Over
             self._links.discard(link)
             self.losses.append({"worker": link.name, "plan": label, "reason": why})
-        link.end()
+            if aside:
+                self._unwanted[link] = f"one that can measure nothing ({why})"
+        if not aside:
+            link.end()
         self._report(f"lost worker {link.name} with {label}: {why}")
 
     def _enlist(self):
@@ -167,10 +174,15 @@ class Fleet:
             return self._missing(keys)
         with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as threads:
             reasons = [why for why in threads.map(self._connect, range(free)) if why is not None]
+        return self._none_fits(reasons) if reasons else None
+
+    def _none_fits(self, reasons):
         return (f"a worker that fits was wanted at tracker {_spelt(self.tracker)}, found {'; '.join(dict.fromkeys(reasons))}: start "
-                "others, or correct --target" if reasons else None)
+                "others, or correct --target")
 
     def _missing(self, keys):
+        if self._unwanted:
+            return self._none_fits(self._unwanted.values())
         wanted = f"a free worker with key {self.key} was wanted at tracker {_spelt(self.tracker)}, found"
         if self.key in keys:
             return f"{wanted} {keys.count(self.key)} that are busy: wait for them, or start more"

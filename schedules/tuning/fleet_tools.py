@@ -20,31 +20,36 @@ AT_ONCE = 64
 class FleetRunner:
     """GatedRunner of a session, for a Fleet.
 
+    best   (seconds, artefact), as GatedRunner's; always set as a whole, since other threads read it
     found  {path: {"error", "spread", "proven"}}, as GatedRunner's
     """
 
     def __init__(self, fleet):
-        self.fleet, self.setting, self.left, self.found, self._answers = fleet, None, lambda: None, {}, {}
-        self.forget_best()
+        self.fleet, self.setting, self.best, self.left = fleet, None, (None, None), lambda: None
+        self.found, self._answers, self._phase = {}, {}, 0
 
-    def forget_best(self):
-        """Begin another search."""
-        self.best_seconds = self.best_path = None
-        self._best = None, None  # what the session's thread said last, both together
+    def next_phase(self):
+        """Begin another search, or the last round: nobody asks any more for what still waits for a worker."""
+        self._phase += 1
 
-    def begin(self, path, setting, label, seconds=None):
+    def until_next_phase(self):
+        """A function that says whether the phase is still that of now."""
+        phase = self._phase
+        return lambda: phase == self._phase
+
+    def begin(self, path, setting, label, seconds=None, wanted=lambda: True):
         """Gate and time an artefact, in turn with the best as far as it is known; `run` then has the result. Over.
 
         seconds  that it may take; None: as many as it needs, and a session that is over does not wait for it
+        wanted   function that says whether it is still worth waiting for a worker
         """
-        best_seconds, best_path = self._best
+        best_seconds, best_path = self.best
         request = {**_about(setting), "do": "measure", "best": best_seconds, "seconds": seconds}
         with _held(best_path, f"{path}.best") as best:
-            answer = self.fleet.run(request, [path, *best], limit_of(1, seconds), label, patience=seconds)
+            answer = self.fleet.run(request, [path, *best], limit_of(1, seconds), label, seconds, wanted)
         self._answers[path] = {"refused": OUT_OF_TIME} if answer is None else answer
 
     def run(self, runner_inputs):
-        self._best = self.best_seconds, self.best_path
         return [self._told(str(entry.artifact_path)) for entry in runner_inputs]
 
     def _told(self, path):
@@ -61,10 +66,11 @@ class FleetRunner:
 
     def duel(self, paths, seed, left=lambda: None):
         """As GatedRunner's, by one worker. None also where it was lost: nothing is refused for that."""
+        self.next_phase()
         seconds = left()
         request = {**_about(self.setting), "do": "duel", "seed": seed, "seconds": seconds}
         try:
-            found = self.fleet.run(request, paths, limit_of(len(paths), seconds), "the last round", patience=seconds)
+            found = self.fleet.run(request, paths, limit_of(len(paths), seconds), "the last round", seconds)
         except Over:
             return None
         return found if isinstance(found, list) and len(found) == len(paths) else None
@@ -111,7 +117,7 @@ class FleetBuilder:
     @spaces.setter
     def spaces(self, spaces):
         self._builder.spaces = spaces
-        self._runner.forget_best()
+        self._runner.next_phase()
 
     @property
     def built(self):
@@ -121,22 +127,26 @@ class FleetBuilder:
         """As PoolBuilder's; the future is done once the kernel is measured."""
         _, family, values = decisions(mod)
         label = f"{family} {' '.join(f'{field}={value}' for field, value in values.items())}"
+        asked = self._runner.setting, label, None, self._runner.until_next_phase()
         future = _Measured(self._builder.begin(mod, whole))
-        future.building.add_done_callback(lambda _: self._threads.submit(self._send, future, self._runner.setting, label))
+        future.building.add_done_callback(lambda _: self._threads.submit(self._send, future, asked))
         return future
 
     def begin_plan(self, space, plan, whole=False):
         """As PoolBuilder's: for the last round, which measures what it has built in turns."""
         return self._builder.begin_plan(space, plan, whole)
 
-    def _send(self, future, setting, label):
-        """Have a kernel measured that is built. Where the fleet is over its future stays as it is: the plan is not known yet."""
+    def _send(self, future, asked):
+        """Have a kernel measured that is built. Where the fleet is over its future stays as it is: the plan is not known yet.
+
+        asked  what FleetRunner.begin takes behind the path
+        """
         if not future.set_running_or_notify_cancel():
             return
         try:
             built = future.building.result()
             if not isinstance(built, str):
-                self._runner.begin(built.path, setting, label)
+                self._runner.begin(built.path, *asked)
             future.set_result(built)
         except Over:
             pass

@@ -116,7 +116,8 @@ class _Desk:
         if request["do"] == "duel":
             return runner.duel(paths, request["seed"], lambda: request["seconds"])
         runner.left = lambda: request["seconds"]
-        runner.best_seconds, (path, runner.best_path) = request["best"], (*paths, None)[:2]
+        path, best_path = (*paths, None)[:2]
+        runner.best = request["best"], best_path
         result = runner.run([ms.runner.RunnerInput(path, asked["kind"], [])])[0].result()
         if result.error_msg is not None:
             return {"failed" if result.error_msg.startswith(LOST) else "refused": str(result.error_msg)}

@@ -27,7 +27,7 @@ class GatedRunner(ms.runner.PyRunner):
     kind          "cuda" or "cpu"
     toolkit       Toolkit for CUDA, None for CPU kernels, whose number of threads the environment variable TVM_NUM_THREADS says
     setting       the Setting
-    best_seconds  of the best so far, None at the start; best_path: its artefact, None where there is none
+    best          (seconds, artefact) of the best so far; each is None where there is none
     left          function that says how many seconds a measurement may still take; None: as many as it needs
     found         {path: {"error", "spread", "proven"}} of kernels that passed: largest error, (most - least) / median of the seconds, and
                   whether it answered the large set too, which all that are faster than the best must
@@ -36,8 +36,7 @@ class GatedRunner(ms.runner.PyRunner):
     def __init__(self, kind, toolkit):
         super().__init__()
         self._kind, self._worker = kind, Worker(run_worker.start, (kind, toolkit))
-        self.setting = self.best_seconds = self.best_path = None
-        self.left = lambda: None
+        self.setting, self.best, self.left = None, (None, None), lambda: None
         self.found = {}
         self._settled = None  # the setting of which the process has its inputs
         self._suspect = True  # whether the device must show that it is there: at first, and after a kernel that broke or hung its process
@@ -48,11 +47,11 @@ class GatedRunner(ms.runner.PyRunner):
     def _measure(self, path):
         if (lost := self._lost()) is not None:
             return ms.runner.LocalRunnerFuture(None, lost)
-        found = self._told(run_worker.measure, path, self.setting, self.best_seconds, self.best_path)
+        found = self._told(run_worker.measure, path, self.setting, *self.best)
         if "refused" in found:
             return ms.runner.LocalRunnerFuture(None, found["refused"])
         median = statistics.median(found["seconds"])
-        proven = self.best_seconds is None or median < self.best_seconds
+        proven = self.best[0] is None or median < self.best[0]
         proof = self._told(run_worker.prove, path, self.setting) if proven else {"error": found["error"]}
         if "refused" in proof:
             return ms.runner.LocalRunnerFuture(None, proof["refused"])

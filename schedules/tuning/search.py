@@ -154,9 +154,15 @@ class Session:
 
     def _refer_to(self, key, path):
         """Put the artefact of the best plan in the place of the one before it."""
-        if self._reference[1] is not None:
-            self.builder.discard(self._reference[1])
-        self._reference = key, path
+        before, self._reference = self._reference[1], (key, path)
+        self._compare_with(key)  # at once: a fleet measures plans before they are asked for
+        if before is not None:
+            self.builder.discard(before)
+
+    def _compare_with(self, best):
+        """Tell the runner what plans are timed in turn with."""
+        seconds = None if best is None else self.known[best].seconds
+        self.runner.best = seconds, self._reference[1] if self._reference[0] == best else None
 
     def leader(self):
         """The Winner by the search's measurements alone; TuneError where no plan has passed, or none has been proved."""
@@ -268,8 +274,7 @@ class Session:
         path = str(built.artifact_path)
         facts = self.builder.built[path]
         self.declarations[space.name] = facts.declaration
-        self.runner.best_seconds = None if best is None else self.known[best].seconds
-        self.runner.best_path = self._reference[1] if self._reference[0] == best else None
+        self._compare_with(best)
         result = self.runner.run([ms.runner.RunnerInput(path, space.arch.kind, [])])[0].result()
         if result.error_msg is not None:
             self.builder.discard(path)

@@ -1,4 +1,5 @@
 """Tuning over a fleet, on loopback: TVM's tracker and two workers of this CPU, and what can happen to each of them."""
+import concurrent.futures
 import json
 import os
 import re
@@ -22,8 +23,8 @@ from schedules.tuning import fleet, fleet_tools, fleet_worker, log, reasons
 from schedules.tuning.build_worker import Job, make
 from schedules.tuning.fleet import Fleet, FleetError, Over, sound
 from schedules.tuning.fleet_link import ask_tracker
-from schedules.tuning.fleet_tools import FleetRunner
-from schedules.tuning.fleet_worker import facts_of
+from schedules.tuning.features import token
+from schedules.tuning.fleet_tools import FleetBuilder, FleetRunner
 from schedules.tuning.run_worker import Setting
 from schedules.tuning.runner import GatedRunner
 from schedules.tuning.subjects import ForwardPass
@@ -129,7 +130,7 @@ def eventually(true, seconds=60):
 def measured(held, path, label="a plan"):
     """What a Fleet finds of an artefact: beside a best that nothing comes near, so that it is gated, and one look at it is enough."""
     runner = FleetRunner(held)
-    runner._best = 1e-9, None
+    runner.best = 1e-9, None
     runner.begin(path, SETTING, label)
     return runner._answers[path]
 
@@ -275,6 +276,16 @@ def slow_once(artefact, folder):
     return str(library)
 
 
+def test_what_is_cancelled_before_it_is_built_is_not_refused():
+    """Whatever comes first: what is done with the plan, or what its building's end calls."""
+    building = concurrent.futures.Future()
+    runner = SimpleNamespace(setting=SETTING, until_next_phase=lambda: None)
+    made = FleetBuilder(SimpleNamespace(begin=lambda mod, whole: building), runner)
+    made._threads = SimpleNamespace(submit=lambda function, *arguments: function(*arguments))
+    future = made.begin(token(spaces()[0], spaces()[0].seed).mod)
+    assert future.cancel() and future.cancelled()
+
+
 def test_workers_that_can_measure_nothing_are_put_aside_and_no_plan_is_refused_for_them(two, artefact, monkeypatch):
     monkeypatch.setattr(fleet, "PATIENCE", 2.0)
     held = two.fleet()
@@ -328,7 +339,7 @@ def test_without_tracker_it_goes_on_and_without_workers_it_keeps_what_there_is(t
 
 @pytest.mark.parametrize("arch", CUDA_ARCHS.values(), ids=lambda arch: arch.name)
 def test_a_gpu_at_a_worker_is_taken_for_what_the_same_gpu_here_would_be(arch):
-    facts = json.loads(json.dumps(facts_of("cuda", arch, "a-gpu", "A GPU", 7, "580")))
+    facts = json.loads(json.dumps(fleet_worker.facts_of("cuda", arch, "a-gpu", "A GPU", 7, "580")))
     for target, row in CUDA_ARCHS.items():
         fits = remote._unfit(facts, target, row) is None
         assert fits == (row.capability == arch.capability)

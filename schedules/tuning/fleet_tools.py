@@ -141,7 +141,7 @@ class FleetBuilder:
 
         asked  what FleetRunner.begin takes behind the path
         """
-        if not future.set_running_or_notify_cancel():
+        if future.building.cancelled() or not future.set_running_or_notify_cancel():
             return
         try:
             built = future.building.result()

@@ -24,6 +24,7 @@ import numpy as np
 import tvm
 
 from schedules import registry
+from schedules.tuning.subjects import subject_of
 from scripts import cli, options
 from scripts.kernels import answer, build_artefact, cuda_toolkit
 from te_defs.masks import MASKS
@@ -195,7 +196,7 @@ def merged(results):
 def jobs(args, device, calls, folder):
     """Jobs of calls: of each workload its own, by the default plan of the family that takes it."""
     for workload in sorted({call.workload for call in calls}, key=lambda it: it.name):
-        family = options.families_of(args.family, workload, device.arch)[0]
+        family = options.families_of(args.family, subject_of(workload), device.arch)[0]
         yield Job(family.NAME, workload, family.default_plan(workload, device.arch), device, folder / f"{workload.name}.so",
                   tuple(call for call in calls if call.workload == workload), bool(args.against))
 

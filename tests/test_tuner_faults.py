@@ -71,9 +71,9 @@ class TestNeverWrong:
         ungated = {}
         for space in made.spaces:
             module = tvm.runtime.load_module(builder.result(builder.begin_plan(space, space.seed)).artifact_path)
-            timer = module.time_evaluator(KERNEL, CPU, number=1, repeat=3)
+            timer = module.time_evaluator(KERNEL, CPU, number=1, repeat=60)  # some of which nothing else disturbs
             ungated[space.seed.fault] = min(timer(*ForwardPass(WORKLOAD).timed(LONG, CPU)).results)
-        assert ungated[HASTY] < ungated[FORGETFUL] < ungated[stand_in.SOUND] / 2, "the planted ones are not faster"
+        assert max(ungated[HASTY], ungated[FORGETFUL]) < ungated[stand_in.SOUND] / 2, "the planted ones are not faster"
 
     @pytest.mark.parametrize("subject", [ForwardPass(WORKLOAD), ForwardPass(Workload(16, 16, "float16", "window", "alibi", True)),
                                          BackwardPass(WORKLOAD)], ids=lambda it: it.name)

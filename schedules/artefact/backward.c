@@ -60,8 +60,7 @@ static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVM
   TVMFFIAny of_delta[] = {it[DOUT], it[OUT], *delta}, through_lse[] = {it[DOUT], it[OUT], *dlse, *delta};
   TVMFFIAny of_keys[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DK], it[DV]};
   TVMFFIAny of_values[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DV]};
-  TVMFFIAny of_all[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, *sums, it[DK], it[DV]};
-  TVMFFIAny in_turn[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, *sums, *turns, it[DK], it[DV]}, zeros[] = {*sums, *turns};
+  TVMFFIAny of_all[MOST_OWN] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, *sums}, zeros[] = {*sums, *turns};
   TVMFFIAny of_queries[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DQ]};
   TVMFFIAny of_sums[] = {*sums, it[DQ]};
 
@@ -71,9 +70,10 @@ static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVM
   /* Keys without queries take their turn at a tile that nobody reads. */
   if ((queries || (keys && turn)) && adds && invoke(self, call, ZEROS, zeros, turn ? 2 : 1, 0, result)) return -1;
   if (keys && apart && invoke(self, call, GRADIENTS_OF_VALUES, of_values, 7, BEHIND, result)) return -1;
-  if (keys && invoke(self, call, GRADIENTS_OF_KEYS, turn ? in_turn : adds ? of_all : of_keys, turn ? 10 : adds ? 9 : apart ? 7 : 8, BEHIND,
-                     result))
-    return -1;
+  int all = 7;
+  if (turn) of_all[all++] = *turns;
+  of_all[all++] = it[DK], of_all[all++] = it[DV];
+  if (keys && invoke(self, call, GRADIENTS_OF_KEYS, adds ? of_all : of_keys, adds ? all : apart ? 7 : 8, BEHIND, result)) return -1;
   if (!queries) return 0;
   return adds ? invoke(self, call, GRADIENTS_OF_QUERIES, of_sums, 2, BEHIND, result)
               : invoke(self, call, GRADIENTS_OF_QUERIES, of_queries, 7, BEHIND, result);

@@ -2,6 +2,7 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
+from schedules.families.backward_turns import with_turns
 from schedules.families.mma_turns import fetched
 from schedules.outputs import only
 from te_defs.flash_attention_backward import attention_dk_dv, attention_dq
@@ -102,8 +103,7 @@ FUSED = replace(DK_DV, declare=attention_dk_dv_dq, statements=(
     *DK_DV.statements[-2:]))
 
 #: The same where tiles of keys add to dQ one after the other.
-ORDERED = replace(FUSED, declare=partial(attention_dk_dv_dq, in_order=True), statements=tuple(
-    name for it in FUSED.statements for name in (("dQ_ahead", it, "dQ_turn") if it == "dQ_sum" else (it,))))
+ORDERED = replace(FUSED, declare=partial(attention_dk_dv_dq, in_order=True), statements=with_turns(FUSED.statements))
 
 #: The same by mma.sync, with dQ's product among the others. Where P and dS are handed over by shared memory, two warps share the scores of
 #: the same keys.

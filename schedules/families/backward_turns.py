@@ -65,11 +65,15 @@ ACROSS = {
 }
 
 
+def with_turns(statements):
+    """Names of statements, with what stands around additions that are made one after the other."""
+    return tuple(name for it in statements for name in (("dQ_ahead", it, "dQ_turn") if it == "dQ_sum" else (it,)))
+
+
 def _with_ordered(orders):
-    """The same, and for additions one after the other what stands around them."""
+    """The same, and that of additions one after the other."""
     it = orders["fused"]
-    return orders | {"ordered": replace(it, order=tuple(
-        name for inner in it.order for name in (("dQ_ahead", inner, "dQ_turn") if inner == "dQ_sum" else (inner,))))}
+    return orders | {"ordered": replace(it, order=with_turns(it.order))}
 
 
 #: By the plan's `across`.

@@ -28,6 +28,11 @@ def substitute(node, values):
     return tvm_ffi.structural_map(node, (tirx.Var, lambda var: next((new for old, new in values.items() if var.same_as(old)), var)))
 
 
+def constant(value, dtype="int32"):
+    """An integer as an expression."""
+    return tirx.const(value, dtype)
+
+
 def once(value):
     """A call that hides an integer, so that it is computed where it stands and not wherever it is used."""
     source = "__device__ __forceinline__ int flashtir_once(int value) { return value; }\n"

@@ -6,7 +6,7 @@ from tvm.script import tirx as T
 from schedules.intrinsics.wgmma import GROUP_WARPS
 from schedules.lowering import ordered_sums, work_tiles
 from schedules.lowering.register_shares import GROUP
-from schedules.lowering.rewrite import once
+from schedules.lowering.rewrite import constant, once
 
 FLOAT_BYTES = 4
 
@@ -17,7 +17,7 @@ class Exchange:
 
     def hand_over(self, done, tiles, pointer, ring, key_tile):
         """What a thread has written is made visible to products first, and with it what it has to add from the turn before."""
-        following = [tirx.truncmod(self._group() + ahead, _number(self.groups)) for ahead in range(1, self.groups)]
+        following = [tirx.truncmod(self._group() + ahead, constant(self.groups)) for ahead in range(1, self.groups)]
         return [T.ptx.fence.proxy.async_.shared__cta(),
                 *(self._meeting("arrive", done, tiles, ring, key_tile, group) for group in following),
                 *(self._set_down(done, tiles, key_tile) if self.defers else [])]
@@ -29,10 +29,10 @@ class Exchange:
         """The barrier at which a group waits for all others, one for each copy: who is ahead arrives for the next turn already."""
         copy, _phase = self.rings.turn(int(ring), done, tiles, key_tile)
         first = self.groups + 1  # behind those at which turns are taken
-        return getattr(T.ptx.bar, action)(tirx.Cast("uint32", copy * self.groups + group + first), _number(self.groups * GROUP, "uint32"))
+        return getattr(T.ptx.bar, action)(tirx.Cast("uint32", copy * self.groups + group + first), constant(self.groups * GROUP, "uint32"))
 
     def _group(self):
-        return tirx.truncdiv(self.warp, _number(GROUP_WARPS))
+        return tirx.truncdiv(self.warp, constant(GROUP_WARPS))
 
     def reclaim(self, done, tiles, pointer, ring, key_tile):
         copy, phase = self.rings.turn(int(ring), done, tiles, key_tile)
@@ -47,14 +47,14 @@ class Exchange:
         if not self.defers:
             return []
         following = work_tiles.last_turn(tirx.SeqStmt(self.program), "hand_over") + 1
-        calls = [T.ptx.fence.proxy.async_.shared__cta(), *self._set_down(_number(0), _number(0), following)]
+        calls = [T.ptx.fence.proxy.async_.shared__cta(), *self._set_down(constant(0), constant(0), following)]
         return [call if isinstance(call, tirx.Stmt) else tirx.Evaluate(call) for call in calls]
 
     def _set_down(self, done, tiles, key_tile):
         """A warp says that its part of what is added is there."""
         ring, = self.rings.added
         copy, _phase = self.rings.turn(ring, done, tiles, key_tile)
-        return [T.cuda.warp_sync(), self.arrive(ring, copy, tirx.EQ(self.lane, _number(0)), empty=0)]
+        return [T.cuda.warp_sync(), self.arrive(ring, copy, tirx.EQ(self.lane, constant(0)), empty=0)]
 
     def added_up(self, done, tiles, pointer, to, elements, ring, key_tile):
         """Statements of the adder, for the parts of all warps from the first one's on. A tile that is handed over in the next turn stands
@@ -83,14 +83,10 @@ class Exchange:
     def first_set_down(self):
         """Statements of the adder for what the first of turns that defer hands over: nothing."""
         ring, = self.rings.added
-        return [tirx.Evaluate(self._wait(ring, _number(0), 0, _number(0)))] if self.defers else []
+        return [tirx.Evaluate(self._wait(ring, constant(0), 0, constant(0)))] if self.defers else []
 
     def _wait(self, ring, copy, empty, phase):
         return T.cuda.mbarrier_wait(self.rings.barrier(int(ring), copy, empty), phase)
-
-
-def _number(value, dtype="int32"):
-    return tirx.const(value, dtype)
 
 
 def _place(pointer, bounds):

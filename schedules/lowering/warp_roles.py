@@ -18,7 +18,7 @@ from schedules.intrinsics import events
 from schedules.intrinsics.mma import LANES
 from schedules.intrinsics.wgmma import GROUP_WARPS
 from schedules.lowering import bulk_loads, bulk_stores, order_of_work, register_shares, rewrite, row_statistics, work_tiles
-from schedules.lowering.rewrite import FULL_WARP, function_pass, once, substitute
+from schedules.lowering.rewrite import FULL_WARP, constant, function_pass, once, substitute
 from schedules.lowering.rings import Rings
 from schedules.lowering.warp_exchange import Exchange
 from schedules.lowering.warp_turns import Turns
@@ -83,10 +83,6 @@ def _thread_tag(mark):
     return str(mark.node.thread_tag) if mark.attr_key == "thread_extent" else None
 
 
-def _number(value, dtype="int32"):
-    return tirx.const(value, dtype)
-
-
 def _launch(func, grid):
     """The roles of a kernel, and its AttrStmt of blockIdx.x with them inside."""
     program = grid.body
@@ -109,9 +105,9 @@ def _launch(func, grid):
     for tag, extent in (("threadIdx.y", roles.warps + GROUP_WARPS), ("threadIdx.x", LANES)):
         old = threads[tag].node
         axis = tirx.IterVar(tvm.ir.Range(0, extent), old.var, old.iter_type, old.thread_tag)
-        body = tirx.AttrStmt(axis, "thread_extent", _number(extent), body)
+        body = tirx.AttrStmt(axis, "thread_extent", constant(extent), body)
     # One block on a multiprocessor: the register count at entry then leaves room for setmaxnreg.
-    body = tirx.AttrStmt(_number(0), "tirx.launch_bounds_min_blocks_per_sm", _number(1), body)
+    body = tirx.AttrStmt(constant(0), "tirx.launch_bounds_min_blocks_per_sm", constant(1), body)
     body, allocations = roles.rings.place_tiles(body, allocations)
     body = tirx.SeqStmt([*allocations, body])
     return roles, tirx.AttrStmt(grid.node, grid.attr_key, grid.value, body)
@@ -156,49 +152,49 @@ class _Roles(Turns, Exchange):
     def block(self):
         """What all threads of a block do."""
         consumer = register_shares.consumer_registers(self.groups, self.loader_registers)
-        lead, third = (tirx.And(tirx.EQ(self.thread_warp, _number(self.warps + warp)), tirx.EQ(self.lane, _number(0))) for warp in (0, 2))
+        lead, third = (tirx.And(tirx.EQ(self.thread_warp, constant(self.warps + warp)), tirx.EQ(self.lane, constant(0))) for warp in (0, 2))
         load = [_evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](self.loader_registers)),
                 tirx.IfThenElse(lead, self.program_of(LOADER), None)]
         if self.rings.added:
             load.append(tirx.IfThenElse(third, _sequence([*self.first_set_down(), self.program_of(ADDER)]), None))
         if self.rings.numbers:
-            load.append(tirx.IfThenElse(tirx.EQ(self.warp, _number(self.warps + 1)), self.program_of(TELLER), None))
+            load.append(tirx.IfThenElse(tirx.EQ(self.warp, constant(self.warps + 1)), self.program_of(TELLER), None))
         compute = _sequence([_evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](consumer)), *self.first_turn(),
                              self.program_of(CONSUMER), *self.last_turn(), *self.last_set_down()])
-        shuffled = T.cuda._shfl_sync(_number(FULL_WARP, "uint32"), self.thread_warp, 0, LANES)
+        shuffled = T.cuda._shfl_sync(constant(FULL_WARP, "uint32"), self.thread_warp, 0, LANES)
         return _sequence([
             self.initialise(), _evaluate(T.cuda.cta_sync()),
             tirx.Bind(self.warp, shuffled),  # the same in all lanes, which the compiler cannot know of threadIdx.y
-            tirx.IfThenElse(tirx.GE(self.warp, _number(self.warps)), tirx.SeqStmt(load), compute)])
+            tirx.IfThenElse(tirx.GE(self.warp, constant(self.warps)), tirx.SeqStmt(load), compute)])
 
     def initialise(self):
         """One thread sets up the barriers: a full one waits for the loader's thread and for each warp's worth of numbers that go with the
         tile, an empty one for each consumer warpgroup, whose warps finish a product together. What the loader tells beside the queries,
         each warp reads by itself. What is added to memory each warp has a part of, and one thread reads."""
-        inits = [_evaluate(T.ptx.mbarrier.init.shared.b64(self.rings.barrier(ring, _number(copy), empty), _number(threads, "uint32")))
+        inits = [_evaluate(T.ptx.mbarrier.init.shared.b64(self.rings.barrier(ring, constant(copy), empty), constant(threads, "uint32")))
                  for ring in self.rings.added for copy in range(self.rings.sums) for empty, threads in enumerate((self.warps, 1))]
         for ring in self.loads:
             readers = self.groups + (self.warps if ring == events.Q and self.shared_decode else 0)
             writers = 1 + self.rings.numbers_of(ring) // LANES
             for copy in range(self.rings.copies(ring)):
                 for empty in (0, 1):
-                    address = self.rings.barrier(ring, _number(copy), empty)
-                    inits.append(_evaluate(T.ptx.mbarrier.init.shared.b64(address, _number(readers if empty else writers, "uint32"))))
-        first = tirx.And(tirx.EQ(self.thread_warp, _number(0)), tirx.EQ(self.lane, _number(0)))
+                    address = self.rings.barrier(ring, constant(copy), empty)
+                    inits.append(_evaluate(T.ptx.mbarrier.init.shared.b64(address, constant(readers if empty else writers, "uint32"))))
+        first = tirx.And(tirx.EQ(self.thread_warp, constant(0)), tirx.EQ(self.lane, constant(0)))
         return tirx.IfThenElse(first, tirx.SeqStmt([*inits, _evaluate(T.ptx.fence.proxy.async_.shared__cta())]), None)
 
     def program_of(self, role):
         """One role's program over all work tiles of the block."""
         loads = role == LOADER
         if self.waves is None:
-            return _sequence([self.cut(_sequence(self.program), role, _number(0), _number(0)), *self.written(role)])
+            return _sequence([self.cut(_sequence(self.program), role, constant(0), constant(0)), *self.written(role)])
         # Rings run on from one work tile to the next: the queries' by waves, those of keys and values by the key tiles before this one.
         counts = tirx.decl_buffer((1,), "int32", "counts", scope="local")
-        keys, loop, guard = tirx.BufferLoad(counts, [_number(0)]), self.waves, self.waves.body
+        keys, loop, guard = tirx.BufferLoad(counts, [constant(0)]), self.waves, self.waves.body
         wave, blocks = loop.loop_var, int(self.grid.value)
         last_key_tile = work_tiles.events_in(self.work, "wait_full")[-1].args[-1]
         work = work_tiles.release_queries(work_tiles.keys_first(self.work), early=self.output is None)
-        body = _sequence([self.cut(_sequence(work), role, keys, wave), tirx.BufferStore(counts, keys + last_key_tile + 1, [_number(0)])])
+        body = _sequence([self.cut(_sequence(work), role, keys, wave), tirx.BufferStore(counts, keys + last_key_tile + 1, [constant(0)])])
         body = tirx.IfThenElse(guard.condition, body, _sequence(self.no_work(wave)) if loads and self.shared_decode else None)
         if self.shared_decode and not loads:
             body = _sequence([*self.take_work(wave), body])
@@ -213,7 +209,7 @@ class _Roles(Turns, Exchange):
         dealt = order_of_work.deal(self.order_of_work, wave, self.grid.node.var, blocks, batch * heads, query_tiles, named)
         body = _sequence([*binds, tirx.Bind(number, once(dealt)),
                           substitute(body, {self.grid.node.var: number - wave * blocks})])
-        return _sequence([tirx.AllocBuffer(counts), tirx.BufferStore(counts, _number(0), [_number(0)]),
+        return _sequence([tirx.AllocBuffer(counts), tirx.BufferStore(counts, constant(0), [constant(0)]),
                           tirx.For(wave, loop.min, loop.extent, loop.kind, body, None, {"disable_unroll": True}, loop.step),
                           *self.written(role)])
 
@@ -223,14 +219,14 @@ class _Roles(Turns, Exchange):
 
     def speaks(self):
         """Whether this is the thread that speaks for its consumer warpgroup."""
-        return tirx.And(tirx.EQ(self.warp % GROUP_WARPS, _number(0)), tirx.EQ(self.lane, _number(0)))
+        return tirx.And(tirx.EQ(self.warp % GROUP_WARPS, constant(0)), tirx.EQ(self.lane, constant(0)))
 
     def take_work(self, wave):
         """Statements by which a consumer learns what its work tile is: the divisions that tell are the loader's, which has the time."""
-        copy, phase = self.rings.turn(events.Q, _number(0), wave, _number(0))
+        copy, phase = self.rings.turn(events.Q, constant(0), wave, constant(0))
         calls = (T.cuda.mbarrier_wait(self.rings.barrier(events.Q, copy, 0), phase),
                  tirx.call_extern("int32", rewrite.TAKE_FACTS, self.rings.facts(wave)), T.cuda.warp_sync())
-        return [*map(_evaluate, calls), self.arrive(events.Q, copy, tirx.EQ(self.lane, _number(0)))]
+        return [*map(_evaluate, calls), self.arrive(events.Q, copy, tirx.EQ(self.lane, constant(0)))]
 
     def publish(self, wave):
         """Call by which the loader tells what the work tile is, once everybody has read what was told before."""
@@ -238,8 +234,8 @@ class _Roles(Turns, Exchange):
 
     def no_work(self, wave):
         """Statements of the loader where a wave has no tile for this block."""
-        copy, phase = self.rings.turn(events.Q, _number(0), wave, _number(0))
-        arrive = T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(events.Q, copy, 0), _number(1, "uint32"))
+        copy, phase = self.rings.turn(events.Q, constant(0), wave, constant(0))
+        arrive = T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(events.Q, copy, 0), constant(1, "uint32"))
         return map(_evaluate, (T.cuda.mbarrier_wait(self.rings.barrier(events.Q, copy, 1), 1 - phase), self.publish(wave), arrive))
 
     def cut(self, stmt, role, done, tiles):
@@ -271,18 +267,18 @@ class _Roles(Turns, Exchange):
         if name == "bulk_load" and role == CONSUMER:
             ring = int(stmt.value.args[1])
             # A peeled first turn waits for what stays by itself.
-            waits = [] if self.peeled or ring not in self.stays else self.wait_full(done, tiles, ring, _number(0))
+            waits = [] if self.peeled or ring not in self.stays else self.wait_full(done, tiles, ring, constant(0))
             return _sequence(map(_evaluate, waits)) if waits else None
         if role == ADDER and name == "add_up":
-            return _sequence(self.added_up(done, tiles, *substitute(stmt.value, {self.thread_warp: _number(0)}).args[1:]))
+            return _sequence(self.added_up(done, tiles, *substitute(stmt.value, {self.thread_warp: constant(0)}).args[1:]))
         if role != OF_ONE_ROLE.get(name, CONSUMER):
             return None
         return self.expand(stmt, name, done, tiles)
 
     def write_output(self, tiles):
         """Statement by which a consumer writes O, in the place of its queries."""
-        first = tirx.address_of(tirx.BufferLoad(self.rings.shared, [_number(self.rings.offset(events.Q))]))
-        copy, _phase = self.rings.turn(events.Q, _number(0), tiles, _number(0))
+        first = tirx.address_of(tirx.BufferLoad(self.rings.shared, [constant(self.rings.offset(events.Q))]))
+        copy, _phase = self.rings.turn(events.Q, constant(0), tiles, constant(0))
         slot = tirx.Cast("int32", T.cuda.cvta_generic_to_shared(first)) + copy * self.rings.tile_bytes[events.Q]
         return _sequence(self.output.statements(slot, self.warp, self.lane, self.speaks(), self.groups + 2))
 
@@ -306,7 +302,7 @@ class _Roles(Turns, Exchange):
         address = T.cuda.cvta_generic_to_shared(pointer) + tirx.Cast("uint32", copy * bytes_)
         return [T.cuda.mbarrier_wait(self.rings.barrier(ring, copy, 1), 1 - phase),
                 *([self.publish(tiles)] if ring == events.Q and self.shared_decode else []),
-                T.ptx.mbarrier.arrive.expect_tx.shared.b64(full, _number(bytes_, "uint32")),
+                T.ptx.mbarrier.arrive.expect_tx.shared.b64(full, constant(bytes_, "uint32")),
                 *bulk_loads.load_instructions(self.loads[ring], self.maps[ring], coordinates, self.entry_rows[ring], address, full,
                                               reused=ring not in self.stays)]
 
@@ -314,10 +310,10 @@ class _Roles(Turns, Exchange):
         ring = int(ring)
         copy, phase = self.rings.turn(ring, done, tiles, key_tile)
         number = tirx.Var("number", "float32")  # on its way while the place is not free yet
-        arrive = T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(ring, copy, 0), _number(1, "uint32"))
+        arrive = T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(ring, copy, 0), constant(1, "uint32"))
         return [tirx.Bind(number, value), T.cuda.mbarrier_wait(self.rings.barrier(ring, copy, 1), 1 - phase),
                 row_statistics.write(self.rings.place_of(pointer, copy), number), T.cuda.warp_sync(),
-                tirx.IfThenElse(tirx.EQ(self.lane, _number(0)), _evaluate(arrive), None)]
+                tirx.IfThenElse(tirx.EQ(self.lane, constant(0)), _evaluate(arrive), None)]
 
     def told(self, done, tiles, pointer, ring, key_tile):
         return row_statistics.read(self.rings.place_of(pointer, self.rings.turn(int(ring), done, tiles, key_tile)[0]))
@@ -326,7 +322,7 @@ class _Roles(Turns, Exchange):
         ring = int(ring)
         copy, phase = self.rings.turn(ring, done, tiles, key_tile)
         first = isinstance(key_tile, tirx.IntImm) and ring == events.K and ring not in self.stays and not self.shared_decode
-        return [*(call for stay in sorted(self.stays) if first for call in self.wait_full(done, tiles, stay, _number(0))),
+        return [*(call for stay in sorted(self.stays) if first for call in self.wait_full(done, tiles, stay, constant(0))),
                 T.cuda.mbarrier_wait(self.rings.barrier(ring, copy, 0), phase)]
 
     def release(self, done, tiles, ring, key_tile):
@@ -335,14 +331,14 @@ class _Roles(Turns, Exchange):
 
     def release_before(self, done, tiles):
         """The queries of the work tile before this one, in whose place O was written, are released."""
-        copy, _phase = self.rings.turn(events.Q, done, tiles - 1, _number(0))
+        copy, _phase = self.rings.turn(events.Q, done, tiles - 1, constant(0))
         freed = _sequence([bulk_stores.wait(), self.arrive(events.Q, copy, None)])
         return [tirx.IfThenElse(tirx.And(self.speaks(), tiles > 0), freed, None)]
 
     def arrive(self, ring, copy, condition, empty=1):
         """Statement by which the thread that a condition chooses, if any, says that a copy may be overwritten as far as it is concerned, or
         where not `empty`, that its part is there."""
-        arrive = _evaluate(T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(int(ring), copy, empty), _number(1, "uint32")))
+        arrive = _evaluate(T.ptx.mbarrier.arrive.shared.b64(self.rings.barrier(int(ring), copy, empty), constant(1, "uint32")))
         return arrive if condition is None else tirx.IfThenElse(condition, arrive, None)
 
     def slot_bytes(self, done, tiles, ring, key_tile):

@@ -66,7 +66,7 @@ def test_none_is_left_of_the_functions_of_five_products(family, across):
 
 def test_plans_of_before_a_field_have_its_default():
     told = wgmma_plan.WgmmaPlan(128, 128, ping_pong=0).values()
-    del told["skip_hidden"]
+    del told["loader_registers"]
     assert plan_of(wgmma_plan.WgmmaPlan, told) == wgmma_plan.WgmmaPlan(128, 128, ping_pong=0)
     assert plan_of(wgmma_plan.WgmmaPlan, {**told, "warps": 4}) is None
     del told["q_tile"]

@@ -27,7 +27,7 @@ from schedules.families.wgmma_plan import (  # noqa: F401, the family's other ha
     NAME, SLACK, WgmmaPlan, budget, decline, default_plan, further_plans, knobs, tile_choices)
 from schedules.intrinsics import wgmma as intrinsics
 from schedules.intrinsics.mma import CHANNEL_STEPS, statistics_layout
-from schedules.lowering import bulk_loads, hidden_columns, polynomial_exp2, rewrite, software_pipeline, warp_roles, wgmma_pipeline
+from schedules.lowering import bulk_loads, polynomial_exp2, rewrite, software_pipeline, warp_roles, wgmma_pipeline
 from schedules.stages import bind_lanes, loops_of, own_fragment, own_output, own_statistics
 from te_defs.flash_attention import flash_attention_forward
 from te_defs.integers import round_up
@@ -300,7 +300,6 @@ def overlap(sch, plan):
         sch.annotate(attn, f"{warp_roles.PREFIX}{knob}", getattr(plan, knob))
     _warp, _lane, _step, column, *_ = loops_of(sch, "P")
     sch.annotate(column, polynomial_exp2.POLYNOMIAL_SHARE, plan.polynomial_share)
-    sch.annotate(loops_of(sch, "S_masked")[2], hidden_columns.SKIP, plan.skip_hidden)
     sch.annotate(loops_of(sch, "row_sum_new")[-1], rewrite.LATE_WAIT, plan.late_wait)
 
 

@@ -39,7 +39,6 @@ class WgmmaPlan(Plan):
     lazy_rescale       1: let scores outgrow a row's reference value by 2^SLACK, and skip the rescale of O where no row of a warp moves it
     polynomial_share   eighths of the exponentials that run on the multiply-add units
     loader_registers   registers per thread that the loader warpgroup keeps, a multiple of 8; the consumers share the rest
-    skip_hidden        1: no exponentials of columns that a mask hides from all rows of a warp
     """
 
     blocks: int = 0
@@ -52,7 +51,6 @@ class WgmmaPlan(Plan):
     lazy_rescale: int = 1
     polynomial_share: int = 0
     loader_registers: int = 24
-    skip_hidden: int = 0
 
     @property
     def groups(self):
@@ -161,8 +159,7 @@ def knobs(workload, arch, plan):
     """Candidates of the sampled fields for a plan's structure."""
     orders = (order_of_work.TO_AND_FRO, order_of_work.FAIR) if plan.blocks and workload.mask != "full" else (plan.order_of_work,)
     return {"stages": (2, 3, 4), "query_stages": (1, 2), "ping_pong": (0, 1) if plan.groups > 1 else (plan.ping_pong,), "late_wait": (0, 1),
-            "polynomial_share": (0, 1, 2), "shared_decode": (0, 1) if plan.blocks else (0,), "order_of_work": orders,
-            "skip_hidden": (0, 1) if plan.groups < 3 and workload.mask != "full" else (plan.skip_hidden,)}
+            "polynomial_share": (0, 1, 2), "shared_decode": (0, 1) if plan.blocks else (0,), "order_of_work": orders}
 
 
 def budget(workload, arch, plan):
@@ -175,7 +172,7 @@ def budget(workload, arch, plan):
             "loader_registers must be a multiple of 8 from 24 to what a thread starts with", plan.loader_registers, "round it")
     for name, least, most in (("blocks", 0, 65535), ("order_of_work", 0, 1), ("shared_decode", 0, 1), ("stages", 1, 16),
                               ("query_stages", 1, 16), ("ping_pong", 0, 1), ("late_wait", 0, 1), ("lazy_rescale", 0, 1),
-                              ("polynomial_share", 0, 8), ("skip_hidden", 0, 1)):
+                              ("polynomial_share", 0, 8)):
         require(least <= getattr(plan, name) <= most, f"{name} must be from {least} to {most}", getattr(plan, name), "correct it")
     tiles = 2 * (plan.query_stages * plan.q_tile * d + plan.stages * plan.kv_tile * (d + dv))
     return Budget((

@@ -15,8 +15,6 @@ from tvm.sym import Analyzer
 from schedules.lowering import masked_tiles, rewrite
 
 WORD = 32
-#: Name of the variables that hold the words of a row.
-SEEN = "seen"
 _ALL, _NONE = (tirx.const(bits, "uint32") for bits in (2**WORD - 1, 0))
 #: Fewer columns are not worth their words.
 LEAST_COLUMNS = 8
@@ -44,7 +42,7 @@ class _Columns:
         return tirx.truncdiv(end, self.step) * self.side + tirx.min(tirx.truncmod(end, self.step), self.side)
 
 
-def nest_of(loop):
+def _nest(loop):
     """(loops, store) of a perfect nest of unrolled loops around the choice between a value and a constant; else None."""
     loops = []
     while isinstance(loop, tirx.For) and loop.kind == tirx.ForKind.UNROLLED:
@@ -69,21 +67,21 @@ def _margin(comparison):
     return masked_tiles.NOT_NEGATIVE[type(comparison).__name__](comparison.a, comparison.b)
 
 
-def slope(expr, var):
+def _slope(expr, var):
     """By how much an expression grows with a variable; None where it is not linear in it."""
     ana = Analyzer()
     at_zero, at_one = (rewrite.substitute(expr, {var: tirx.IntImm("int32", value)}) for value in (0, 1))
-    growth = ana.simplify(at_one - at_zero)
-    if not isinstance(growth, tirx.IntImm):
+    slope = ana.simplify(at_one - at_zero)
+    if not isinstance(slope, tirx.IntImm):
         return None
-    rest = ana.simplify(expr - at_zero - growth * var)
-    return int(growth) if isinstance(rest, tirx.IntImm) and int(rest) == 0 else None
+    rest = ana.simplify(expr - at_zero - slope * var)
+    return int(slope) if isinstance(rest, tirx.IntImm) and int(rest) == 0 else None
 
 
 def _columns(loops, comparisons):
     """(loops over columns, _Columns): the loops that move all comparisons the way the innermost one does, if it moves them by one or not
     at all; None where these make no blocks."""
-    slopes = [[slope(_margin(comparison), loop.loop_var) for loop in loops] for comparison in comparisons]
+    slopes = [[_slope(_margin(comparison), loop.loop_var) for loop in loops] for comparison in comparisons]
     moved = [row for row in slopes if row[-1] != 0]
     if not moved or any(row[-1] not in (1, -1) for row in moved):
         return None
@@ -118,13 +116,13 @@ class _Words:
             combine = tirx.bitwise_and if isinstance(condition, tirx.And) else tirx.bitwise_or
             return combine(*(self.word(part, place) for part in (condition.a, condition.b)))
         ana, margin = Analyzer(), _margin(condition)
-        growth = slope(margin, self.column_vars[-1])
+        slope = _slope(margin, self.column_vars[-1])
         at_first = ana.simplify(rewrite.substitute(margin, {var: tirx.IntImm("int32", 0) for var in self.column_vars}))
-        if growth == 0:
+        if slope == 0:
             return tirx.Select(at_first >= 0, _ALL, _NONE)
-        end = self._held(ana.simplify(at_first + 1 if growth < 0 else 0 - at_first))
+        end = self._held(ana.simplify(at_first + 1 if slope < 0 else 0 - at_first))
         ones = _ones(self.columns.before(end) - place)
-        return ones if growth < 0 else tirx.bitwise_not(ones)
+        return ones if slope < 0 else tirx.bitwise_not(ones)
 
     def _held(self, end):
         var, bind = rewrite.set_aside("end_seen", end)
@@ -142,7 +140,7 @@ def _by_bits(loops, store, over, columns):
         row = {loop.loop_var: tirx.IntImm("int32", at) for loop, at in zip(rows, point)}
         words, held = _Words(columns, column_vars), []
         for first in range(0, columns.number, WORD):
-            held.append(tirx.Bind(tirx.Var(SEEN, "uint32"), words.word(rewrite.substitute(condition, row), first)))
+            held.append(tirx.Bind(tirx.Var("seen", "uint32"), words.word(rewrite.substitute(condition, row), first)))
         stmts += [*words.binds, *held]
         word = functools.reduce(lambda others, n: tirx.Select(place < n * WORD, others, held[n].var), range(1, len(held)), held[0].var)
         bit = tirx.bitwise_and(word, tirx.shift_left(tirx.const(1, "uint32"), (place % WORD).astype("uint32")))
@@ -159,7 +157,7 @@ def mask_bits(func):
     """Replace the comparisons of masks in unrolled nests; to run when lanes have their registers, before divisions are hoisted. A nest of
     another form stays as it is."""
     def replace(loop):
-        nest = nest_of(loop)
+        nest = _nest(loop)
         comparisons = nest and _comparisons(nest[1].value.args[0])
         found = comparisons and _columns(nest[0], comparisons)
         return _by_bits(*nest, *found) if found else loop

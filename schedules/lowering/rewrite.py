@@ -57,11 +57,6 @@ def set_aside(name, value):
     return var, tirx.Bind(var, tirx.call_extern("int32", ASIDE, value))
 
 
-def is_aside(stmt):
-    """Whether a statement is such a Bind."""
-    return isinstance(stmt, tirx.Bind) and is_extern(stmt.value, ASIDE)
-
-
 @function_pass("flashtir.PutBack")
 def put_back(func):
     """Put what was set aside in the places where it is used."""
@@ -70,7 +65,7 @@ def put_back(func):
     def take(seq):
         rest = []
         for stmt in seq.seq:
-            if is_aside(stmt):
+            if isinstance(stmt, tirx.Bind) and is_extern(stmt.value, ASIDE):
                 values[stmt.var] = substitute(stmt.value.args[1], values)
             else:
                 rest.append(stmt)

@@ -7,7 +7,6 @@ from tvm import tirx
 
 from schedules.lowering import masked_tiles, pass_lists, rewrite
 from schedules.lowering.bulk_loads import lower_bulk_loads
-from schedules.lowering.hidden_columns import skip_hidden_columns
 from schedules.lowering.mask_bits import mask_bits
 from schedules.lowering.ordered_sums import take_turns_at_sums
 from schedules.lowering.polynomial_exp2 import share_exponentials
@@ -38,7 +37,6 @@ pass_lists.register("flashtir_wgmma", [
     rewrite.lower_all_warp_memory(),
     rewrite.full_warp_mask(),
     mask_bits(),
-    skip_hidden_columns(),
     rewrite.skip_rescale(),
     rewrite.hold_back(),
     hold_probabilities(),

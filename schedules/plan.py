@@ -1,5 +1,5 @@
 """Plans: a schedule's knobs as frozen integers, and the budget that says whether a plan fits the hardware."""
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 
 class PlanError(ValueError):
@@ -36,13 +36,8 @@ class Plan:
 
 
 def plan_of(kind, values):
-    """The plan of a class that {field: value} says, as records have it; fields that came later than the record have their default, which is
-    what was done before. None where the values are of another class."""
-    known = {field.name: field.default for field in fields(kind)}
-    missing = [name for name in known if name not in values]
-    if not set(values) <= set(known) or any(known[name] is MISSING for name in missing):
-        return None
-    return kind(**values)
+    """The plan of a class that {field: value} says, as records have it; None where the class has other fields."""
+    return kind(**values) if set(values) == {field.name for field in fields(kind)} else None
 
 
 @dataclass(frozen=True)

@@ -354,7 +354,7 @@ class TestRecord:
     @pytest.mark.parametrize("change, message", [
         (lambda best: best.update(declaration="1"), "the declaration has changed since"),
         (lambda best: best.update(family="gone"), "there is no family gone any more"),
-        (lambda best: best["plan"].pop("dq.q_tile"), "plans of cpu_backward have other fields than"),
+        (lambda best: best["plan"].pop("dq.unroll"), "plans of cpu_backward have other fields than"),
         (lambda best: best["plan"].update({"dq.unroll": 3}), "cpu_backward offers no plan")])
     def test_of_other_sources_is_refused_by_name(self, copied, change, message):
         logs, path = copied

@@ -64,13 +64,13 @@ def test_none_is_left_of_the_functions_of_five_products(family, across):
     assert shared_bytes(low) == counted
 
 
-def test_plans_of_before_a_field_have_its_default():
-    told = wgmma_plan.WgmmaPlan(128, 128, ping_pong=0).values()
-    del told["loader_registers"]
-    assert plan_of(wgmma_plan.WgmmaPlan, told) == wgmma_plan.WgmmaPlan(128, 128, ping_pong=0)
-    assert plan_of(wgmma_plan.WgmmaPlan, {**told, "warps": 4}) is None
-    del told["q_tile"]
-    assert plan_of(wgmma_plan.WgmmaPlan, told) is None
+def test_plans_of_other_fields_are_no_plans():
+    plan = wgmma_plan.WgmmaPlan(128, 128, ping_pong=0)
+    told = plan.values()
+    assert plan_of(wgmma_plan.WgmmaPlan, told) == plan
+    assert plan_of(wgmma_plan.WgmmaPlan, {**told, "skip_hidden": 0}) is None
+    for name in told:
+        assert plan_of(wgmma_plan.WgmmaPlan, {field: value for field, value in told.items() if field != name}) is None
 
 
 def shared_bytes(mod):

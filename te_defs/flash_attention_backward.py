@@ -140,8 +140,9 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
         dV = T.match_buffer(d_v, (B, M, G, DV), dtype, align=4)
         sums = T.meta_var(query_sum.declare(B, H, q_tile, D) if ADDS else [])
         sequences, longest = T.meta_var(given.sizes(B, N, M)[::2])
+        key_tiles = T.meta_var(tiles_of(longest, kv_tile))
         # The first key tile first: under a causal mask the most queries see it, and a grid ends best on its short tiles.
-        for b, g, r in T.grid(sequences, G, tiles_of(longest, kv_tile)):
+        for b, g, r in T.grid(sequences, G, key_tiles):
             with T.sblock("attn"):
                 vb, vg, vr = T.axis.remap("SSS", [b, g, r])
                 if BOUND:
@@ -149,7 +150,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
                     T.writes(given.touched(dK, dV, *sums))
                 part = T.meta_var(given.part(vb, N, M))
                 n, m = T.meta_var((part.queries, part.keys))
-                k0 = T.meta_var(vr * kv_tile)
+                k0 = T.meta_var((query_sum.key_tile(vr, key_tiles) if ADDS else vr) * kv_tile)
                 first, turns, whole = T.meta_var(given.query_tiles(k0, q_tile, kv_tile, n, m, hides_end=ADDS))
                 K_tile = T.sblock_alloc_buffer((kv_tile, TILE_D), dtype)
                 V_tile = T.sblock_alloc_buffer((kv_tile, TILE_DV), dtype)
@@ -203,7 +204,7 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
                                     lambda j, i: dS_cast[i, j], lambda c, i: Q_tile[i, c], first=dK_acc)
                         if ADDS:
                             query_sum.add(dS_cast, K_tile, vb, part, h, tile, vr,
-                                          given.query_tiles(k0 - kv_tile, q_tile, kv_tile, n, m, hides_end=True)[:2])
+                                          given.query_tiles(k0 + kv_tile, q_tile, kv_tile, n, m, hides_end=True)[:2])
                         with T.sblock("back"):
                             each(dK_acc, "dK_acc", "jc", lambda j, c: dK_acc_new[j, c])
                             each(dV_acc, "dV_acc", "jc", lambda j, c: dV_acc_new[j, c])

@@ -64,6 +64,11 @@ class QuerySum:
         self.turns = _declare_turns(B, H, tiles) if self.in_order else None
         return [self.tensor, self.turns][:1 + self.in_order]
 
+    def key_tile(self, r, tiles):
+        """The tile of keys that comes r-th. In order it is the last one first: under a causal mask a tile then begins with queries that no
+        other has to see before, and goes on to each next one a turn after the tile of keys behind it."""
+        return tiles - 1 - r if self.in_order else r
+
     def turned(self, given, turn, turns, first):
         """The turn whose tile of queries is visited in a turn. Where all tiles of keys visit the same ones, each begins with another, its
         `first`, so that not all that run side by side read and add to the same rows; who asks whether a tile is whole may ask with either.
@@ -74,8 +79,9 @@ class QuerySum:
     def add(self, dS_cast, K_tile, b, rows, h, t, r, tiles_before):
         """Add dS K to a head's tile t of the sums of batch entry b, whose rows are a te_defs.lengths.Part.
 
-        r             number of the tile of keys
-        tiles_before  (first, number) of the tiles that the one before visits: those that visit a tile are neighbours (te_defs/masks.py)
+        r             how many tiles of keys come before
+        tiles_before  (first, number) of the tiles that the one before visits, of the keys behind: those that visit a tile are neighbours
+                      (te_defs/masks.py)
         """
         part = T.sblock_alloc_buffer((dS_cast.shape[0], K_tile.shape[1]), "float32")
         IRBuilder.name("dQ_part", part)
@@ -100,7 +106,7 @@ def attention_dk_dv_dq(workload, q_tile, kv_tile, channel_steps=(1, 1), in_order
     """PrimFunc (dO [B, N, H, DV], Q [B, N, H, D], K [B, M, G, D], V [B, M, G, DV], LSE [B, H, N], delta [B, H, N], dQ_sum [B, H, tiles,
     q_tile, D] float32, dK [B, M, G, D], dV [B, M, G, DV], scale, ...) -> None. As `attention_dk_dv`; besides, dQ / scale is added to
     dQ_sum, which holds zeros before the call and has `sum_tiles` tiles. Where `in_order`, dQ_turns [B, H, tiles] int32, zeros as well,
-    stands behind dQ_sum, and additions to a tile are made in the order of the keys."""
+    stands behind dQ_sum, and additions to a tile are made from the last keys to the first."""
     func = attention_dk_dv(workload, q_tile, kv_tile, QuerySum(in_order), channel_steps)
     params = list(func.params)
     for place in range(1 + in_order):

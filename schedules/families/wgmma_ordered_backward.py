@@ -2,20 +2,26 @@
 
 The thread that adds up waits until it is its turn at a tile of the sums, and says whose is next once its addition is in memory
 (schedules/lowering/ordered_sums.py; FlashAttention-3 does so where it is told to be deterministic). Nobody waits for it: consumers are a
-turn further. A block is a turn behind the block with the keys before, from its start on, so that few ever wait, and blocks that run side
-by side visit different queries, for which wgmma_fused_backward rotates turns.
+turn further.
+
+Few wait at all. The last tile of keys is the first to add: under a causal mask each then begins with queries that no other has to see
+before, and goes on to the next ones a turn after the tile of keys behind it. Where all see all, each is the time of an addition behind the
+one before from its start on, and the grid is dealt by that: of one head no more tiles begin together than can.
 
 In its nest dQ_ahead stands in front of dQ_sum, and dQ_turn behind it.
 """
 from schedules import roles
-from schedules.families import wgmma_fused_backward
+from schedules.families import wgmma_backward, wgmma_fused_backward
 from schedules.families.wgmma_fused_backward import (  # noqa: F401, the same here
     BINDS_AT, CONFIG, PIPELINE, PLAN, STRIDED, WHOLE_ROWS, budget, compiler_options, default_plan, knobs, role_of, tile_choices)
 from schedules.lowering.ordered_sums import AHEAD, ORDERED, TURN
+from schedules.stages import loops_of
 from te_defs.masks import MASKS, Mask
 
 NAME = "wgmma_ordered_backward"
 ROLE = "ordered"
+#: Heads whose tiles of keys stand side by side in the grid: of 132 that run at a time some 16 are then of one head.
+HEADS = 8
 
 
 def decline(workload, arch):
@@ -43,8 +49,18 @@ def take_turns(sch, plan, role):
             sch.unsafe_hide_buffer_access(block, kind, [n for n, region in enumerate(regions) if region.source.name == "dQ_turns"])
 
 
+def bind_grid(sch, plan, role):
+    """As wgmma_backward's, but that tiles of several heads stand side by side: of one head a single one can start in the time that an
+    addition takes, and what runs side by side should start together."""
+    b, g, r = loops_of(sch, "attn")
+    head, beside = sch.split(sch.fuse(b, g), factors=[None, HEADS])
+    sch.reorder(head, r, beside)
+    sch.bind(sch.fuse(head, r, beside), "blockIdx.x")
+
+
 _AT = [stage.__name__ for stage in wgmma_fused_backward.STAGES].index("hide_sums") + 1
-STAGES = (*wgmma_fused_backward.STAGES[:_AT], take_turns, *wgmma_fused_backward.STAGES[_AT:])
+STAGES = tuple(bind_grid if stage is wgmma_backward.bind_grid else stage
+               for stage in (*wgmma_fused_backward.STAGES[:_AT], take_turns, *wgmma_fused_backward.STAGES[_AT:]))
 
 
 def schedule(workload, plan, stages=None, strided=False):

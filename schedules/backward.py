@@ -13,9 +13,9 @@ from te_defs.operand_gradients import dtype_of, require_gradient
 from te_defs.workload import SINK
 
 #: By the order in which dQ is summed, in order of preference: the first family that does not decline is the default. In order, two runs
-#: give the same bits. wgmma_ordered_backward stands behind wgmma_backward as long as it has not been timed.
+#: give the same bits.
 IN_ORDER, ANY_ORDER = "in-order", "any-order"
-FAMILIES = {IN_ORDER: (wgmma_backward, wgmma_ordered_backward, mma_backward, simt_backward, cpu_backward),
+FAMILIES = {IN_ORDER: (wgmma_ordered_backward, wgmma_backward, mma_backward, simt_backward, cpu_backward),
             ANY_ORDER: (wgmma_fused_backward, mma_fused_backward)}
 #: Those whose gradients all come from one function, which adds dQ to float32 sums in memory.
 ADDING = (wgmma_ordered_backward, *FAMILIES[ANY_ORDER])

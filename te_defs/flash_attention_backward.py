@@ -119,7 +119,8 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
     """
     dtype, D, DV, given = workload.dtype, workload.head_dim, workload.value_dim, Parameters(workload)
     (PRODUCT_D, PRODUCT_DV), (TILE_D, TILE_DV) = ([round_up(size, step) for size in (D, DV)] for step in channel_steps)
-    PACKED, BOUND, ADDS = workload.lengths == "packed", bool(given.tables), query_sum is not None
+    PACKED, ADDS = workload.lengths == "packed", query_sum is not None
+    BOUND = bool(given.tables) or ADDS and query_sum.in_order  # whether a block's place is not plain from its loops
 
     def stored(value, j, m):
         """What key row j gets: past the length of its batch entry zero."""
@@ -144,7 +145,8 @@ def attention_dk_dv(workload, q_tile, kv_tile, query_sum=None, channel_steps=(1,
         # The first key tile first: under a causal mask the most queries see it, and a grid ends best on its short tiles.
         for b, g, r in T.grid(sequences, G, key_tiles):
             with T.sblock("attn"):
-                vb, vg, vr = T.axis.remap("SSS", [b, g, r])
+                ab, ag, ar = T.axis.remap("SSS", [b, g, r])
+                vb, vg, vr = T.meta_var(query_sum.dealt(ab, ag, ar, sequences, G, key_tiles) if ADDS else (ab, ag, ar))
                 if BOUND:
                     T.reads(given.touched(dO, Q, K, V, LSE, delta, *sums, *given.tables, *given.operands.values()))
                     T.writes(given.touched(dK, dV, *sums))

@@ -28,7 +28,13 @@ from te_defs import script
 from te_defs.blocks import block, product
 from te_defs.backward_parameters import Parameters
 from te_defs.flash_attention_backward import attention_dk_dv
+from te_defs.integers import divide, maximum, minimum, remainder
 
+#: Tiles of keys times channels, of which whole heads stand side by side where they add in order: as many as run at a time, or twice as many.
+#: More, of whose sums fewer are in the L2 cache, keep each other waiting (H200).
+BESIDE = 16_384
+#: Names of what the place in such a grid comes to.
+DEALT = ("entry", "group", "before")
 #: Parameters of attention_dk_dv before its outputs, and all of its own; the one for the sums of dQ is declared behind them.
 OPERANDS, OWN = 6, 9
 
@@ -63,6 +69,19 @@ class QuerySum:
         IRBuilder.name("dQ_sum", self.tensor)
         self.turns = _declare_turns(B, H, tiles) if self.in_order else None
         return [self.tensor, self.turns][:1 + self.in_order]
+
+    def dealt(self, b, g, r, entries, groups, tiles):
+        """(batch entry, group, tiles of keys before) of a place in the grid. In order, tiles of several heads stand side by side: of one head
+        a single one can begin in the time that an addition takes, and those that run side by side should begin together."""
+        if not self.in_order:
+            return b, g, r
+        heads, number = entries * groups, (b * groups + g) * tiles + r
+        beside = maximum(divide(BESIDE // int(self.tensor.shape[-1]), maximum(tiles, 1)), 1)
+        first = divide(number, tiles * beside) * beside
+        width, inside = minimum(heads - first, beside), number - first * tiles
+        head = first + remainder(inside, width)
+        return [T.bind(value, var=tirx.Var(name, "int32")) for name, value in zip(
+            DEALT, (divide(head, groups), remainder(head, groups), divide(inside, width)))]
 
     def key_tile(self, r, tiles):
         """The tile of keys that comes r-th. In order it is the last one first: under a causal mask a tile then begins with queries that no

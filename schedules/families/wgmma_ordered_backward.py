@@ -11,17 +11,14 @@ one before from its start on, and the grid is dealt by that: of one head no more
 In its nest dQ_ahead stands in front of dQ_sum, and dQ_turn behind it.
 """
 from schedules import roles
-from schedules.families import wgmma_backward, wgmma_fused_backward
+from schedules.families import wgmma_fused_backward
 from schedules.families.wgmma_fused_backward import (  # noqa: F401, the same here
     BINDS_AT, CONFIG, PIPELINE, PLAN, STRIDED, WHOLE_ROWS, budget, compiler_options, default_plan, knobs, role_of, tile_choices)
 from schedules.lowering.ordered_sums import AHEAD, ORDERED, TURN
-from schedules.stages import loops_of
 from te_defs.masks import MASKS, Mask
 
 NAME = "wgmma_ordered_backward"
 ROLE = "ordered"
-#: Heads whose tiles of keys stand side by side in the grid: of 132 that run at a time some 16 are then of one head.
-HEADS = 8
 
 
 def decline(workload, arch):
@@ -49,18 +46,8 @@ def take_turns(sch, plan, role):
             sch.unsafe_hide_buffer_access(block, kind, [n for n, region in enumerate(regions) if region.source.name == "dQ_turns"])
 
 
-def bind_grid(sch, plan, role):
-    """As wgmma_backward's, but that tiles of several heads stand side by side: of one head a single one can start in the time that an
-    addition takes, and what runs side by side should start together."""
-    b, g, r = loops_of(sch, "attn")
-    head, beside = sch.split(sch.fuse(b, g), factors=[None, HEADS])
-    sch.reorder(head, r, beside)
-    sch.bind(sch.fuse(head, r, beside), "blockIdx.x")
-
-
 _AT = [stage.__name__ for stage in wgmma_fused_backward.STAGES].index("hide_sums") + 1
-STAGES = tuple(bind_grid if stage is wgmma_backward.bind_grid else stage
-               for stage in (*wgmma_fused_backward.STAGES[:_AT], take_turns, *wgmma_fused_backward.STAGES[_AT:]))
+STAGES = (*wgmma_fused_backward.STAGES[:_AT], take_turns, *wgmma_fused_backward.STAGES[_AT:])
 
 
 def schedule(workload, plan, stages=None, strided=False):

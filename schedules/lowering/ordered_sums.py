@@ -13,7 +13,8 @@ from tvm.s_tir import stmt as s_stmt
 from tvm.script import tirx as T
 
 from schedules.intrinsics import events
-from schedules.lowering.rewrite import function_pass
+from schedules.lowering.rewrite import function_pass, held
+from te_defs.fused_backward import DEALT
 
 #: Annotation of the two blocks.
 ORDERED = "flashtir.ordered"
@@ -38,7 +39,7 @@ __device__ __forceinline__ void flashtir_give_turn(int *place, int turn) {
 
 @function_pass("flashtir.TakeTurnsAtSums")
 def take_turns_at_sums(func):
-    """Replace the stores of the annotated blocks by events."""
+    """Replace the stores of the annotated blocks by events; what a place in the grid comes to is computed once."""
     def lowered(block):
         if ORDERED not in block.annotations:
             return block
@@ -50,7 +51,12 @@ def take_turns_at_sums(func):
         else:
             event = events.give_turn(tirx.address_of(tirx.BufferLoad(store.buffer, store.indices)), store.value.b)
         return s_stmt.SBlock(block.iter_vars, block.reads, block.writes, block.name_hint, tirx.Evaluate(event))
-    return func.with_body(tvm_ffi.structural_map(func.body, (s_stmt.SBlock, lowered)))
+    def place(bind):
+        return held(bind.var.name, bind.value, bind.var)[1] if bind.var.name in DEALT else bind
+
+    found = []
+    tvm_ffi.structural_walk(func.body, (s_stmt.SBlock, lambda block: found.append(block) if ORDERED in block.annotations else None))
+    return func.with_body(tvm_ffi.structural_map(func.body, ((s_stmt.SBlock, lowered), (tirx.Bind, place)))) if found else func
 
 
 def await_turn(place, turn):

@@ -42,9 +42,10 @@ def once(value):
 HELD = "flashtir_held"
 
 
-def held(name, value):
-    """(variable, its Bind) of an integer that TVM's simplifier is to leave where it is computed, until `release_held`."""
-    var = tirx.Var(name, "int32")
+def held(name, value, var=None):
+    """(variable, its Bind) of an integer that TVM's simplifier is to leave where it is computed, until `release_held`; of a variable of the
+    name where none is given."""
+    var = tirx.Var(name, "int32") if var is None else var
     return var, tirx.Bind(var, tirx.call_extern("int32", HELD, value))
 
 

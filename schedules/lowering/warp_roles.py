@@ -97,15 +97,11 @@ def _launch(func, grid):
     program = work_tiles.flat(tvm_ffi.structural_map(program, (tirx.AttrStmt, strip)))
     allocations = [stmt for stmt in program if isinstance(stmt, tirx.AllocBuffer)]
     program = [stmt for stmt in program if not isinstance(stmt, tirx.AllocBuffer)]
-    works = None  # whether the block has work, where a grid has blocks without
-    if len(program) == 1 and isinstance(program[0], tirx.IfThenElse) and program[0].else_case is None:
-        works, program = program[0].condition, work_tiles.flat(program[0].then_case)
     roles = _Roles(func, grid, program, threads)
     body, queries = roles.block(), roles.loads[events.Q]
     if events.Q in roles.stays and bulk_loads.in_sequence(queries):  # blocks whose tile lies past the end of its sequence have no work
         reads = [stmt for stmt in program if isinstance(stmt, tirx.Bind) and stmt.var.name in ROWS]
         body = _sequence([*reads, tirx.IfThenElse(bulk_loads.tile_exists(queries), body, None)])
-    body = body if works is None else tirx.IfThenElse(works, body, None)
     for tag, extent in (("threadIdx.y", roles.warps + GROUP_WARPS), ("threadIdx.x", LANES)):
         old = threads[tag].node
         axis = tirx.IterVar(tvm.ir.Range(0, extent), old.var, old.iter_type, old.thread_tag)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +104,16 @@ def log_folder(text):
     if not path.parent.is_dir() or (path.exists() and not path.is_dir()):
         raise UsageError(f"--logs must be a folder, or a new one inside a folder that exists, found {text!r}: correct the path")
     return path
+
+
+def require_room_for(option, path):
+    """UsageError where no file can be made in the folder of `path`, which that option names, or in the one that it would be made in: said
+    before anything is built."""
+    try:
+        folder = next(it for it in path.absolute().parents if it.exists())
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UsageError(f"{option} must be where a file can be written, found {str(path)!r} ({error.strerror}): name another") from error
 
 
 def find_device(target):

@@ -83,6 +83,9 @@ class TestRefused:
         ("bench", ["--target", "cpu", "--milliseconds", "nan"], "--rounds, --tokens, --hidden, --lengths and --milliseconds must be"),
         ("bench", ["--target", "cpu", "--json", "missing/a.json"], "--json must be a file in a folder that exists"),
         ("bench", ["--target", "cpu", "--json", "tests"], "--json must be a file in a folder that exists, found 'tests'"),
+        *(("export", ["--target", "cpu", "--plan", "default", "--output", place],
+           f"--output must be where a file can be written, found '{place}' (") for place in (
+               "/proc/it.so", "/proc/new/it.so", "README.md/it.so")),
         ("export", ["--target", "cpu", "--archs", "sm_80"], "--archs are for a CUDA target, found target "),
         ("bench", ["--target", "cpu", "--rounds", "0"], "--rounds, --tokens, --hidden, --lengths and --milliseconds must be positive"),
         ("show", ["nest"], "a section is one of plan, nests, tir, source, resources, found nest"),

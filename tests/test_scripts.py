@@ -94,11 +94,18 @@ class TestRefused:
         done = command(name, *arguments, code=2)
         assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
-    def test_no_record(self, tmp_path):
-        done = command("export", "--target", "cpu", "--logs", tmp_path, "--output", tmp_path / "x.so", code=1)
-        assert re.match(r"error: a record of fwd_d64_dv64_f32_causal for \S+ was wanted, found none in .*: run python -m scripts.tune",
-                        done.stderr)
+    @pytest.mark.parametrize("lengths, remedy", [
+        ("", r"run python -m scripts\.tune --workload fwd_d64_dv64_f32_causal, or use --plan default"),
+        ("+keys", "use --plan default, since tune takes uniform lengths alone"),
+        ("+packed", "use --plan default, since tune takes uniform lengths alone")])
+    def test_no_record(self, tmp_path, lengths, remedy):
+        what = "--target", "cpu", "--workload", f"d64_f32_causal{lengths}"
+        done = command("export", *what, "--logs", tmp_path, "--output", tmp_path / "x.so", code=1)
+        record = re.escape(f"fwd_d64_dv64_f32_causal{lengths}")
+        assert re.match(rf"error: a record of {record} for \S+ was wanted, found none in .*: {remedy};", done.stderr)
         assert list(tmp_path.iterdir()) == []
+        if lengths:
+            assert "a workload with uniform lengths is wanted" in command("tune", *what, "--dry-run", code=2).stderr
 
     def test_driver_that_is_too_old(self, monkeypatch):
         for module in (cli, toolkit):

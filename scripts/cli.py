@@ -1,10 +1,12 @@
 """What the commands share: devices, workloads and folders by their names on the command line, exit codes, and errors as one sentence."""
+import contextlib
 import functools
 import json
 import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,7 +65,8 @@ class Device:
 def main(run, arguments=None):
     """Exit code of `run(arguments)`, which returns one or None. Our errors become one sentence on stderr."""
     try:
-        return run(arguments) or DONE
+        with _told_interrupts():
+            return run(arguments) or DONE
     except _USAGE_ERRORS as error:
         return _complain(error, USAGE)
     except _FAILURES as error:
@@ -72,6 +75,28 @@ def main(run, arguments=None):
         return _complain("more memory than there is was wanted: choose smaller sizes", FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted", FAILED)
+
+
+@contextlib.contextmanager
+def _told_interrupts():
+    """Ctrl-C stays one where TVM makes a RuntimeError without a word of it, as it does in functions of ours that it calls."""
+    struck = []
+
+    def strike(number, frame):
+        struck.append(number)
+        signal.default_int_handler(number, frame)
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as by a shell's jobs in the background
+        yield
+        return
+    signal.signal(signal.SIGINT, strike)
+    try:
+        yield
+    except RuntimeError as error:
+        if not struck:
+            raise
+        raise KeyboardInterrupt from error
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _complain(error, code):

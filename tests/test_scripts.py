@@ -1,9 +1,11 @@
 """The commands as a user types them, the Makefile and what the README says about both. No GPU is needed."""
+import functools
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tvm
 
 from schedules import backward, build
 from schedules.arch import cuda_arch
@@ -106,6 +109,17 @@ class TestRefused:
         assert list(tmp_path.iterdir()) == []
         if lengths:
             assert "a workload with uniform lengths is wanted" in command("tune", *what, "--dry-run", code=2).stderr
+
+    @pytest.mark.parametrize("call", [lambda strike: strike(), lambda strike: tvm.runtime.convert(strike)(), lambda strike: (
+        tvm.transform.module_pass(lambda mod, _: tvm.runtime.convert(strike)() or mod, opt_level=0)(tvm.IRModule()))],
+        ids=["ours", "called by TVM", "in a pass"])
+    def test_ctrl_c_is_told_wherever_it_strikes(self, capsys, call):
+        """TVM makes a RuntimeError without a word of it where it calls a function of ours."""
+        assert cli.main(lambda _: call(lambda: os.kill(os.getpid(), signal.SIGINT)), None) == cli.FAILED
+        assert capsys.readouterr().err == "error: interrupted\n"
+        with pytest.raises(RuntimeError, match="another"):
+            cli.main(lambda _: call(functools.partial(exec, "raise RuntimeError('another')")), None)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def test_driver_that_is_too_old(self, monkeypatch):
         for module in (cli, toolkit):

@@ -317,6 +317,18 @@ def in_fresh_process(code, *arguments, **environ):
     return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=300)
 
 
+def test_without_tvms_runtime_a_call_is_refused(exported):
+    """tvm_ffi alone loads an artefact, whose kernel would call through pointers that the runtime fills in."""
+    done = in_fresh_process("""if True:
+        import sys
+        import numpy as np, tvm_ffi
+        tensors = [np.ones(shape, np.float32) for shape in ((1, 2, 2, 16), (1, 2, 2, 16), (1, 2, 2, 8), (1, 2, 2, 8), (1, 2, 2))]
+        tvm_ffi.load_module(sys.argv[1]).flash_attention_forward(*tensors, 0.5)""", exported)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
+        "RuntimeError: flash_attention_forward: TVM's runtime was wanted, found that it was not there when this artefact was loaded: "
+        "load libtvm_runtime.so (import tvm does), then the artefact")
+
+
 def test_runs_where_no_compiler_is(tmp_path):
     workload = Workload(32, 16, "float16", "causal")
     functions = {name: naive_attention(workload).with_attr("global_symbol", name) for name in (KERNEL, NEGATIVE_SCALE_KERNEL)}

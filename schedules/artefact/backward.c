@@ -1,9 +1,7 @@
 /* The second way into an artefact: flash_attention_backward. Compiled into those that hold gradients, with what call.h says. */
 #include "call.h"
 
-/* What TVM's runtime fills in when it loads the artefact, as for its own host functions: memory of a device from a pool of this thread. */
-#define RUNTIME __attribute__((weak, visibility("default")))
-RUNTIME void *(*__TVMBackendAllocWorkspace)(int device_type, int device_id, uint64_t bytes, int dtype_code, int dtype_bits) = NULL;
+/* Filled in as __TVMBackendAllocWorkspace is. */
 RUNTIME int (*__TVMBackendFreeWorkspace)(int device_type, int device_id, void *data) = NULL;
 
 /* A tensor of a call's own: lent by whoever lends memory to this thread, as PyTorch does, which knows of streams; else of TVM's pool, whose
@@ -27,8 +25,7 @@ static int allocate(Workspace *workspace, const char *name) {
     plain->data = (char *)tensor->data + tensor->byte_offset;
     return 0;
   }
-  if (__TVMBackendAllocWorkspace != NULL)
-    workspace->own = __TVMBackendAllocWorkspace(plain->device.device_type, plain->device.device_id, (uint64_t)bytes, kDLFloat, 32);
+  workspace->own = __TVMBackendAllocWorkspace(plain->device.device_type, plain->device.device_id, (uint64_t)bytes, kDLFloat, 32);
   if (workspace->own == NULL) return fail("RuntimeError", "%lld bytes were wanted for %s, found no memory: free some", (long long)bytes, name);
   plain->data = workspace->own;
   return 0;

@@ -31,10 +31,12 @@ static int allocate(Workspace *workspace, const char *name) {
   return 0;
 }
 
-static int release(const Workspace *workspace) {
+/* What ends with its variable, also where TVM's pool has no memory: it says so by a C++ exception, which passes through here. */
+#define RELEASED __attribute__((cleanup(release)))
+static void release(Workspace *workspace) {
   const DLDevice *device = &workspace->plain.device;
-  if (workspace->lent != NULL) return TVMFFIObjectDecRef(workspace->lent);
-  return workspace->own == NULL ? 0 : __TVMBackendFreeWorkspace(device->device_type, device->device_id, workspace->own);
+  if (workspace->lent != NULL) TVMFFIObjectDecRef(workspace->lent);
+  if (workspace->own != NULL) __TVMBackendFreeWorkspace(device->device_type, device->device_id, workspace->own);
 }
 
 /* Call a function with some arguments of its own, and with as many of those behind the tensors of the call as it takes. */
@@ -132,18 +134,16 @@ static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny 
     if (call.tables[i].data == NULL) call.tables[i].data = some;
   for (int i = 0; i < TENSORS && call.variant->strided; ++i)
     if (i != LSE) call.plain[i].strides = call.views[i].strides;
-  Workspace delta = {.plain = call.plain[LSE]}, sums = {.plain = call.plain[DQ]};
+  Workspace RELEASED delta = {.plain = call.plain[LSE]}, sums = {.plain = call.plain[DQ]};
   int64_t shape[4];
   describe_sums(&call, &sums.plain, delta.plain.dtype, shape);
-  Workspace turns = {.plain = sums.plain};  /* [batch, heads, tiles] */
+  Workspace RELEASED turns = {.plain = sums.plain};  /* [batch, heads, tiles] */
   turns.plain.ndim = 3, turns.plain.dtype = (DLDataType){kDLInt, 32, 1};
   int failed = allocate(&delta, "delta") || (call.variant->sum_rows > 0 && allocate(&sums, "sums of dq")) ||
                (call.variant->turns && allocate(&turns, "turns at sums of dq")) ||
                launch(self, &call, &dlse, &delta.argument, &sums.argument, &turns.argument, result);
   for (int i = 0; i < OPERANDS && !failed; ++i) failed = launch_operand(self, &call, i, &operands[i], &delta.argument, result);
-  failed = release(&turns) || failed;
-  failed = release(&sums) || failed;
-  return release(&delta) || failed ? -1 : 0;
+  return failed ? -1 : 0;
 }
 
 /* flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, the extras[, dlse[, gradients of some extras]]) -> None */

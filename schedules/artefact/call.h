@@ -29,7 +29,8 @@
  *   FLASHTIR_CALL              names of all arguments, for messages
  *   FLASHTIR_MANIFEST          JSON text
  *
- * C and not C++: the artefact then needs no C++ runtime, and of TVM only a few functions of its stable C ABI.
+ * C and not C++: the artefact then needs no C++ runtime, and of TVM only a few functions of its stable C ABI. It is compiled with
+ * -fexceptions, since TVM's pools of memory throw through it.
  */
 #include <math.h>
 #include <stdarg.h>

@@ -146,7 +146,8 @@ def compile_entry(workload, variants, manifest, folder, backward=False):
     (folder / "artefact_config.h").write_text(_config(workload, variants, manifest, backward))
     objects = folder / f"{source.stem}.o"
     includes = [f"-I{include}" for include in (folder, tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
-    run_c_compiler(["-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", *includes, "-c", str(source), "-o", str(objects)])
+    run_c_compiler(["-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-fexceptions", *includes, "-c", str(source), "-o",
+                    str(objects)])
     return objects
 
 

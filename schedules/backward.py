@@ -120,8 +120,9 @@ def takers(workload, arch, order=IN_ORDER):
     found = tuple(family for family in FAMILIES[order] if reasons[family.NAME] is None)
     if not found:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        other = f", or {IN_ORDER}" if order != IN_ORDER and None in declines(workload, arch).values() else ""
         raise NoSchedule(f"a schedule for the gradients of {workload.name}, {order}, on {arch.name} was wanted, every family declined "
-                         f"({listed}): choose another target or workload")
+                         f"({listed}): choose another target or workload{other}")
     return found
 
 

@@ -1,12 +1,15 @@
 """What the commands share: devices, workloads and folders by their names on the command line, exit codes, and errors as one sentence."""
+import contextlib
 import functools
 import json
 import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +65,8 @@ class Device:
 def main(run, arguments=None):
     """Exit code of `run(arguments)`, which returns one or None. Our errors become one sentence on stderr."""
     try:
-        return run(arguments) or DONE
+        with _told_interrupts():
+            return run(arguments) or DONE
     except _USAGE_ERRORS as error:
         return _complain(error, USAGE)
     except _FAILURES as error:
@@ -71,6 +75,28 @@ def main(run, arguments=None):
         return _complain("more memory than there is was wanted: choose smaller sizes", FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted", FAILED)
+
+
+@contextlib.contextmanager
+def _told_interrupts():
+    """Ctrl-C stays one where TVM makes a RuntimeError without a word of it, as it does in functions of ours that it calls."""
+    struck = []
+
+    def strike(number, frame):
+        struck.append(number)
+        signal.default_int_handler(number, frame)
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as by a shell's jobs in the background
+        yield
+        return
+    signal.signal(signal.SIGINT, strike)
+    try:
+        yield
+    except RuntimeError as error:
+        if not struck:
+            raise
+        raise KeyboardInterrupt from error
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _complain(error, code):
@@ -103,6 +129,16 @@ def log_folder(text):
     if not path.parent.is_dir() or (path.exists() and not path.is_dir()):
         raise UsageError(f"--logs must be a folder, or a new one inside a folder that exists, found {text!r}: correct the path")
     return path
+
+
+def require_room_for(option, path):
+    """UsageError where no file can be made in the folder of `path`, which that option names, or in the one that it would be made in: said
+    before anything is built."""
+    try:
+        folder = next(it for it in path.absolute().parents if it.exists())
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UsageError(f"{option} must be where a file can be written, found {str(path)!r} ({error.strerror}): name another") from error
 
 
 def find_device(target):

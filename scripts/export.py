@@ -116,6 +116,7 @@ def run(args):
     for name in args.gradients_of:  # before anything is built
         require_gradient(workload, name)
     output = args.output or Path("build", device.slug or device.arch.name, f"{workload.name}.so")
+    cli.require_room_for("--output", output)
     first, *further = choices = chosen(args, device, workload)
     of_gradients = gradients_for(args, device, workload, choices)
     cli.echo(command="export", device=device.description, workload=workload.name, family=first.family.NAME, plan=str(first.plan),

@@ -9,10 +9,10 @@ from te_defs.workload import SINK
 
 def gradient_of(workload, name, dout, q, k, v, out, lse, scale=None, arguments=(), lengths=(), dlse=None):
     """Gradient of the argument `name` in float64, of its shape; everything else as in te_defs.reference.backward."""
-    if lengths:
-        return sum(gradient_of(workload, name, *part, scale, arguments, dlse=of_lse)
-                   for *part, of_lse in _entries(workload, lengths, dout, q, k, v, out, lse, dlse))
     axes, operand = _operand(workload, name, arguments)
+    if lengths:
+        return sum((gradient_of(workload, name, *part, scale, arguments, dlse=of_lse)
+                    for *part, of_lse in _entries(workload, lengths, dout, q, k, v, out, lse, dlse)), np.zeros(operand.shape))
     dout, q, k, v, out, lse = (x.astype(np.float64) for x in (dout, q, k, v, out, lse))
     delta = row_sums(dout * out) - (0 if dlse is None else dlse.astype(np.float64))
     if name == SINK.name:

@@ -4,6 +4,7 @@ The kernel of most tests is the stand-in of tests/stand_in_kernel.py. No GPU is 
 """
 import json
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -218,6 +219,31 @@ class TestExport:
         assert (path.read_text(), cases.read_text()) == ("old artefact", "old cases")
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kept.check.npz", "kept.so"]
 
+    def test_a_full_disk_is_told_and_leaves_what_was_there(self, tmp_path, monkeypatch):
+        """The most bytes that a file may have stand in for it. Nothing but what stays is made there: LLVM, which ends the process where it
+        cannot write, makes its files elsewhere."""
+        path, cases, write = tmp_path / "kept.so", tmp_path / "kept.check.npz", export._write_library
+        path.write_text("old artefact")
+        made = check_cases(WORKLOAD)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+        def on_a_full_disk(library, variants, entries, scratch):
+            assert not any(place.is_relative_to(tmp_path) for place in (scratch, *entries)) and library.is_relative_to(tmp_path)
+            write(library, variants, entries, scratch)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, limits[1]))
+        monkeypatch.setattr(export, "_write_library", on_a_full_disk)
+        try:
+            with pytest.raises(ExportError, match=f"{path} and {cases.name} were to be written, found: File too large: make room there"):
+                export_artefact([on_cpu(WORKLOAD)], WORKLOAD, path, {}, made)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_text() == "old artefact" and list(tmp_path.iterdir()) == [path]
+
+    def test_a_folder_that_cannot_be_is_told(self, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(ExportError, match="it.check.npz were to be written, found: Not a directory: make room there, or"):
+            export_artefact([on_cpu(WORKLOAD)], WORKLOAD, tmp_path / "file" / "new" / "it.so", {}, ())
+
     def test_a_linker_that_fails_is_named(self, tmp_path, monkeypatch):
         monkeypatch.setattr(export, "compile_entry", lambda *_: tmp_path / "missing.o")
         with pytest.raises(ToolkitError, match=r"failed: .*missing\.o"):
@@ -289,6 +315,18 @@ print(json.dumps([wrong, refusal, ours, "libtvm_compiler" in open("/proc/self/ma
 def in_fresh_process(code, *arguments, **environ):
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=300)
+
+
+def test_without_tvms_runtime_a_call_is_refused(exported):
+    """tvm_ffi alone loads an artefact, whose kernel would call through pointers that the runtime fills in."""
+    done = in_fresh_process("""if True:
+        import sys
+        import numpy as np, tvm_ffi
+        tensors = [np.ones(shape, np.float32) for shape in ((1, 2, 2, 16), (1, 2, 2, 16), (1, 2, 2, 8), (1, 2, 2, 8), (1, 2, 2))]
+        tvm_ffi.load_module(sys.argv[1]).flash_attention_forward(*tensors, 0.5)""", exported)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
+        "RuntimeError: flash_attention_forward: TVM's runtime was wanted, found that it was not there when this artefact was loaded: "
+        "load libtvm_runtime.so (import tvm does), then the artefact")
 
 
 def test_runs_where_no_compiler_is(tmp_path):

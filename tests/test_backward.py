@@ -207,3 +207,17 @@ class TestJudge:
         step = float(reference.ml_dtypes.finfo(case[0][0].dtype).eps)
         for answer, bound in zip(case[1], case[2]):
             assert bound < 8 * max(step, 2**-21) * np.abs(answer).max()
+
+    @pytest.mark.parametrize("channels", [16, 32, 64, 128, 256])
+    def test_sums_in_any_order_pass_where_dp_and_delta_cancel(self, channels):
+        """Rows that see one key: P is 1, and dS is nothing but how dP and delta were rounded."""
+        it, shape = Workload(channels, channels, "float32", "window"), Shape(1, 2, 2, 113, 150, (0, 0))
+        seen = slice(shape.kv_len - shape.q_len, None)
+        for seed in range(8):
+            given, answers, lse = problem(it, shape, 0.25, (0, 0), seed=seed)
+            bounds, (dout, q, k, v, out, _) = reference.backward_tolerances(it, *given[:4], answers, 0.25, (0, 0)), given
+            orders = np.random.default_rng(seed).permuted([range(channels)] * 2, axis=1)
+            dp, delta = (np.cumsum((dout * x)[..., order], axis=-1)[..., -1:] for x, order in zip((v[:, seen], out), orders))
+            dq, dk, dv = np.float32(0.25) * (dp - delta) * k[:, seen], np.zeros_like(k), np.zeros_like(v)
+            dk[:, seen], dv[:, seen] = np.float32(0.25) * (dp - delta) * q, dout
+            assert reference.backward_mismatch((dq, dk, dv), answers, bounds, lse) is None

@@ -262,6 +262,13 @@ class TestExport:
         with pytest.raises(NoSchedule, match=told):
             backward.taker(replace(WORKLOAD, dtype="bfloat16"), cuda_arch("sm_75"))
 
+    @pytest.mark.parametrize("dtype, remedy", [("float32", "choose another target or workload, or in-order"),
+                                               ("bfloat16", "choose another target or workload")])
+    def test_another_order_is_offered_where_it_is_served(self, dtype, remedy):
+        with pytest.raises(NoSchedule) as caught:
+            backward.taker(replace(WORKLOAD, dtype=dtype), cuda_arch("sm_75"), backward.ANY_ORDER)
+        assert str(caught.value).endswith(f": {remedy}")
+
     def test_an_architecture_must_have_room_for_both_plans(self):
         workload, arch, smaller = Workload(128, 128, "float16"), cuda_arch("sm_80"), cuda_arch("sm_86")
         plans = backward.default_plans(mma_backward, workload, arch)

@@ -1,4 +1,5 @@
 """Gradients of tensors behind the scale through flash_attention_backward of a CPU's artefact: what they are, and what is refused."""
+import ctypes
 import json
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from schedules.artefact.cases import check_cases, write_cases
 from schedules.artefact.export import export_artefact
 from schedules.artefact.manifest import describe
 from schedules.families import cpu_operand_gradients
+from schedules.lowering.toolkit import run_c_compiler
 from scripts import export
 from scripts.cli import UsageError
 from scripts.kernels import build_gradients
@@ -111,6 +113,44 @@ class TestNumbers:
         assert all(run.check_gradients(backward, case, arrays, tvm.cpu())[1] is None for case in index["cases"])
         arrays["grouped.dsink"][0] += 2 * case["operand_tolerances"]["dsink"]
         assert run.check_gradients(backward, case, arrays, tvm.cpu())[1].startswith("dsink is off by")
+
+
+#: Memory in place of TVM's pool, which has none for pieces of so many bytes or a multiple, and says so by an exception, as TVM does.
+POOL = """
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+extern "C" {
+int64_t refused = INT64_MAX;
+int held;
+void *take(int, int, uint64_t bytes, int, int) {
+  if (bytes % refused == 0) throw std::bad_alloc();
+  ++held;
+  return malloc(bytes);
+}
+int give(int, int, void *data) { return --held, free(data), 0; }
+}"""
+
+
+def test_what_a_call_allocates_goes_back_where_there_is_no_more(tmp_path):
+    """There is none for delta, of the size of the LSE, or, once delta is there, for the parts of a bias. Kernels allocate, too."""
+    exported(WORKLOAD, tmp_path, ["sink", "bias"])
+    (tmp_path / "pool.cc").write_text(POOL)
+    run_c_compiler(["-x", "c++", "-shared", "-fPIC", str(tmp_path / "pool.cc"), "-lstdc++", "-o", str(tmp_path / "pool.so")])
+    pool, module = ctypes.CDLL(str(tmp_path / "pool.so")), tvm_ffi.load_module(str(tmp_path / "gradients.so"))
+    artefact = ctypes.CDLL(str(tmp_path / "gradients.so"))
+    for hook, function in (("Alloc", pool.take), ("Free", pool.give)):
+        ctypes.c_void_p.in_dll(artefact, f"__TVMBackend{hook}Workspace").value = ctypes.cast(function, ctypes.c_void_p).value
+    refused, held, call = ctypes.c_int64.in_dll(pool, "refused"), ctypes.c_int.in_dll(pool, "held"), call_of(Shape(2, 4, 2, 151, 140), "BH")
+    nothing = refused.value
+    for name in ("lse", "dbias"):
+        refused.value = call[name].nbytes
+        with pytest.raises(RuntimeError, match="bad_alloc"):
+            module.flash_attention_backward(*call.values())
+        assert held.value == 0, name
+    refused.value = nothing
+    module.flash_attention_backward(*call.values())
+    assert held.value == 0 and not any(np.isnan(call[name]).any() for name in OUTPUTS)
 
 
 class TestRefused:

@@ -7,11 +7,12 @@ from tvm.target import codegen
 
 from schedules import backward
 from schedules.arch import cpu_arch, cuda_arch
+from schedules.artefact.cases import check_cases, write_cases
 from schedules.build import compiled
 from schedules.families import mma_operand_gradients, operand_gradients
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from te_defs import operand_reference, reference
-from te_defs.lengths import sample
+from te_defs.lengths import LENGTHS, sample
 from te_defs.operand_gradients import dtype_of, require_gradient
 from te_defs.workload import Shape, Workload, WorkloadError, make_arguments
 from tests.numbers import on_llvm
@@ -76,6 +77,17 @@ def test_the_reference_gives_slopes_of_the_forward_pass(features, name, single):
         return (dout * ahead).sum() + (dlse * np.where(seen, of_rows, 0)).sum()
     answer = operand_reference.gradient_of(workload, name, dout, q, k, v, out, lse, 0.5, arguments, dlse=dlse)
     np.testing.assert_allclose((answer * direction).sum(), (total(1e-5) - total(-1e-5)) / 2e-5, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_check_cases_of_all_lengths_have_answers_like_their_operands(lengths, tmp_path):
+    """Those without a batch entry too, which nothing is summed over."""
+    workload, operands = replace(featured("window+alibi+sink"), lengths=lengths), ("slopes", "sink")
+    cases = check_cases(workload, gradients=True, operands=operands)
+    write_cases(tmp_path / "check.npz", workload, cases)
+    for case in cases:
+        arguments = dict(zip([argument.name for argument in workload.arguments], case.arguments))
+        assert [it.answer.shape for it in case.gradients.operands] == [arguments[name].shape for name in operands], case.name
 
 
 @pytest.mark.parametrize("features, name, reason", [

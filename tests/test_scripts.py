@@ -1,9 +1,11 @@
 """The commands as a user types them, the Makefile and what the README says about both. No GPU is needed."""
+import functools
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tvm
 
 from schedules import backward, build
 from schedules.arch import cuda_arch
@@ -81,6 +84,9 @@ class TestRefused:
         ("bench", ["--target", "cpu", "--milliseconds", "nan"], "--rounds, --tokens, --hidden, --lengths and --milliseconds must be"),
         ("bench", ["--target", "cpu", "--json", "missing/a.json"], "--json must be a file in a folder that exists"),
         ("bench", ["--target", "cpu", "--json", "tests"], "--json must be a file in a folder that exists, found 'tests'"),
+        *(("export", ["--target", "cpu", "--plan", "default", "--output", place],
+           f"--output must be where a file can be written, found '{place}' (") for place in (
+               "/proc/it.so", "/proc/new/it.so", "README.md/it.so")),
         ("export", ["--target", "cpu", "--archs", "sm_80"], "--archs are for a CUDA target, found target "),
         ("bench", ["--target", "cpu", "--rounds", "0"], "--rounds, --tokens, --hidden, --lengths and --milliseconds must be positive"),
         ("show", ["nest"], "a section is one of plan, nests, tir, source, resources, found nest"),
@@ -89,11 +95,29 @@ class TestRefused:
         done = command(name, *arguments, code=2)
         assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
-    def test_no_record(self, tmp_path):
-        done = command("export", "--target", "cpu", "--logs", tmp_path, "--output", tmp_path / "x.so", code=1)
-        assert re.match(r"error: a record of fwd_d64_dv64_f32_causal for \S+ was wanted, found none in .*: run python -m scripts.tune",
-                        done.stderr)
+    @pytest.mark.parametrize("lengths, remedy", [
+        ("", r"run python -m scripts\.tune --workload fwd_d64_dv64_f32_causal, or use --plan default"),
+        ("+keys", "use --plan default, since tune takes uniform lengths alone"),
+        ("+packed", "use --plan default, since tune takes uniform lengths alone")])
+    def test_no_record(self, tmp_path, lengths, remedy):
+        what = "--target", "cpu", "--workload", f"d64_f32_causal{lengths}"
+        done = command("export", *what, "--logs", tmp_path, "--output", tmp_path / "x.so", code=1)
+        record = re.escape(f"fwd_d64_dv64_f32_causal{lengths}")
+        assert re.match(rf"error: a record of {record} for \S+ was wanted, found none in .*: {remedy};", done.stderr)
         assert list(tmp_path.iterdir()) == []
+        if lengths:
+            assert "a workload with uniform lengths is wanted" in command("tune", *what, "--dry-run", code=2).stderr
+
+    @pytest.mark.parametrize("call", [lambda strike: strike(), lambda strike: tvm.runtime.convert(strike)(), lambda strike: (
+        tvm.transform.module_pass(lambda mod, _: tvm.runtime.convert(strike)() or mod, opt_level=0)(tvm.IRModule()))],
+        ids=["ours", "called by TVM", "in a pass"])
+    def test_ctrl_c_is_told_wherever_it_strikes(self, capsys, call):
+        """TVM makes a RuntimeError without a word of it where it calls a function of ours."""
+        assert cli.main(lambda _: call(lambda: os.kill(os.getpid(), signal.SIGINT)), None) == cli.FAILED
+        assert capsys.readouterr().err == "error: interrupted\n"
+        with pytest.raises(RuntimeError, match="another"):
+            cli.main(lambda _: call(functools.partial(exec, "raise RuntimeError('another')")), None)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def test_driver_that_is_too_old(self, monkeypatch):
         for module in (cli, toolkit):

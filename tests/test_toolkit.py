@@ -10,7 +10,8 @@ import tvm_ffi
 
 from schedules.lowering import toolkit as tk
 from schedules.lowering.cuda_compile import CompileError, CudaOptions, compile_cuda, cuda_compiler
-from schedules.lowering.toolkit import ToolkitError, build_stub_driver, driver_version, find_toolkit, preload, require_driver
+from schedules.lowering.toolkit import (
+    ToolkitError, build_stub_driver, driver_version, find_toolkit, preload, require_driver, run_c_compiler)
 
 SIMPLE = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
 #: 128 accumulators that all live across a barrier, and 1 KiB of static shared memory.
@@ -139,6 +140,19 @@ def test_no_c_compiler(monkeypatch, tmp_path):
     with pytest.raises(ToolkitError, match=r"a C compiler is needed to build an artefact, found none of g\+\+, gcc, clang"):
         build_stub_driver(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("telling", ["/usr/bin/ld: final link failed: No space left on device", "it.c:3:1: error: unknown type name 'floa'",
+                                     "/usr/bin/ld: cannot find it.o: No such file or directory", "it.o: undefined reference to `main'"])
+def test_a_c_compiler_that_fails_is_quoted_where_it_tells_why(monkeypatch, tmp_path, telling):
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh\ncat >&2 <<'end'\nin the function main:\n{telling}\ncollect2: error: ld returned 1 exit status\nend\n"
+                        "exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr("tvm.support.cc.get_cc", lambda: str(compiler))
+    with pytest.raises(ToolkitError) as caught:
+        run_c_compiler([])
+    assert str(caught.value) == f"{compiler} failed: {telling}"
 
 
 class TestCompile:

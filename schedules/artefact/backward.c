@@ -1,9 +1,7 @@
 /* The second way into an artefact: flash_attention_backward. Compiled into those that hold gradients, with what call.h says. */
 #include "call.h"
 
-/* What TVM's runtime fills in when it loads the artefact, as for its own host functions: memory of a device from a pool of this thread. */
-#define RUNTIME __attribute__((weak, visibility("default")))
-RUNTIME void *(*__TVMBackendAllocWorkspace)(int device_type, int device_id, uint64_t bytes, int dtype_code, int dtype_bits) = NULL;
+/* Filled in as __TVMBackendAllocWorkspace is. */
 RUNTIME int (*__TVMBackendFreeWorkspace)(int device_type, int device_id, void *data) = NULL;
 
 /* A tensor of a call's own: lent by whoever lends memory to this thread, as PyTorch does, which knows of streams; else of TVM's pool, whose
@@ -27,17 +25,18 @@ static int allocate(Workspace *workspace, const char *name) {
     plain->data = (char *)tensor->data + tensor->byte_offset;
     return 0;
   }
-  if (__TVMBackendAllocWorkspace != NULL)
-    workspace->own = __TVMBackendAllocWorkspace(plain->device.device_type, plain->device.device_id, (uint64_t)bytes, kDLFloat, 32);
+  workspace->own = __TVMBackendAllocWorkspace(plain->device.device_type, plain->device.device_id, (uint64_t)bytes, kDLFloat, 32);
   if (workspace->own == NULL) return fail("RuntimeError", "%lld bytes were wanted for %s, found no memory: free some", (long long)bytes, name);
   plain->data = workspace->own;
   return 0;
 }
 
-static int release(const Workspace *workspace) {
+/* What ends with its variable, also where TVM's pool has no memory: it says so by a C++ exception, which passes through here. */
+#define RELEASED __attribute__((cleanup(release)))
+static void release(Workspace *workspace) {
   const DLDevice *device = &workspace->plain.device;
-  if (workspace->lent != NULL) return TVMFFIObjectDecRef(workspace->lent);
-  return workspace->own == NULL ? 0 : __TVMBackendFreeWorkspace(device->device_type, device->device_id, workspace->own);
+  if (workspace->lent != NULL) TVMFFIObjectDecRef(workspace->lent);
+  if (workspace->own != NULL) __TVMBackendFreeWorkspace(device->device_type, device->device_id, workspace->own);
 }
 
 /* Call a function with some arguments of its own, and with as many of those behind the tensors of the call as it takes. */
@@ -135,18 +134,16 @@ static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny 
     if (call.tables[i].data == NULL) call.tables[i].data = some;
   for (int i = 0; i < TENSORS && call.variant->strided; ++i)
     if (i != LSE) call.plain[i].strides = call.views[i].strides;
-  Workspace delta = {.plain = call.plain[LSE]}, sums = {.plain = call.plain[DQ]};
+  Workspace RELEASED delta = {.plain = call.plain[LSE]}, sums = {.plain = call.plain[DQ]};
   int64_t shape[4];
   describe_sums(&call, &sums.plain, delta.plain.dtype, shape);
-  Workspace turns = {.plain = sums.plain};  /* [batch, heads, tiles] */
+  Workspace RELEASED turns = {.plain = sums.plain};  /* [batch, heads, tiles] */
   turns.plain.ndim = 3, turns.plain.dtype = (DLDataType){kDLInt, 32, 1};
   int failed = allocate(&delta, "delta") || (call.variant->sum_rows > 0 && allocate(&sums, "sums of dq")) ||
                (call.variant->turns && allocate(&turns, "turns at sums of dq")) ||
                launch(self, &call, &dlse, &delta.argument, &sums.argument, &turns.argument, result);
   for (int i = 0; i < OPERANDS && !failed; ++i) failed = launch_operand(self, &call, i, &operands[i], &delta.argument, result);
-  failed = release(&turns) || failed;
-  failed = release(&sums) || failed;
-  return release(&delta) || failed ? -1 : 0;
+  return failed ? -1 : 0;
 }
 
 /* flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, the extras[, dlse[, gradients of some extras]]) -> None */

@@ -29,7 +29,8 @@
  *   FLASHTIR_CALL              names of all arguments, for messages
  *   FLASHTIR_MANIFEST          JSON text
  *
- * C and not C++: the artefact then needs no C++ runtime, and of TVM only a few functions of its stable C ABI.
+ * C and not C++: the artefact then needs no C++ runtime, and of TVM only a few functions of its stable C ABI. It is compiled with
+ * -fexceptions, since TVM's pools of memory throw through it.
  */
 #include <math.h>
 #include <stdarg.h>
@@ -81,6 +82,11 @@ typedef struct {
   int64_t operand_rows, operand_keys, operand_blocks;
   const Code *codes;
 } Variant;
+
+/* What TVM's runtime fills in when the artefact is loaded, as for its own host functions: memory of a device from a pool of this thread. NULL
+ * where the runtime was not there then; the host functions would call through such pointers. */
+#define RUNTIME __attribute__((weak, visibility("default")))
+RUNTIME void *(*__TVMBackendAllocWorkspace)(int device_type, int device_id, uint64_t bytes, int dtype_code, int dtype_bits) = NULL;
 
 /* Hidden, so that the linker binds this call inside the artefact: two artefacts in one process cannot call each other's kernel, and nobody
  * reaches the kernel past the checks. */
@@ -299,6 +305,9 @@ static int check_call(Call *call, const TVMFFIAny *args, int32_t count, const Va
   DLTensor *plain = call->plain;
   View *views = call->views;
 
+  if (__TVMBackendAllocWorkspace == NULL)
+    return fail("RuntimeError", "TVM's runtime was wanted, found that it was not there when this artefact was loaded: load "
+                "libtvm_runtime.so (import tvm does), then the artefact");
   if (count != ARGUMENTS) return fail("TypeError", "found %d arguments, wanted %d: " FLASHTIR_CALL, (int)count, (int)ARGUMENTS);
   for (int i = 0; i < TENSORS; ++i) {
     tensors[i] = as_tensor(&args[i]);

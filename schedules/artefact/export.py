@@ -30,35 +30,44 @@ class ExportError(RuntimeError):
 def export_artefact(variants, workload, path, manifest, cases, gradients=()):
     """Write the artefact of some Variants to `path` (a .so) and its cases beside it; return both paths.
 
-    Both files are complete before either gets its name, and the .so is named last: a failure leaves what was there before.
+    Both files are complete before either gets its name, and the .so is named last: a failure leaves what was there before. Object files are
+    made in the system's folder for temporary files, since LLVM ends the process where a disk is full.
 
     variants  Variants, best first; the functions of each module take what the exported call does and have the names of its place
     workload  te_defs.workload.Workload it was built for: the entry checks calls against it
     manifest  plain data for JSON, as `manifest.describe` makes it
     cases     CheckCases of `cases.check_cases`
     gradients Variants of the backward pass, best first; none: the artefact has none
-    Raises ExportError where a module holds source instead of device code or lacks a function, or where the variants are for different
-    kinds of devices, ToolkitError where the C compiler fails.
+    Raises ExportError where a module holds source instead of device code or lacks a function, where the variants are for different kinds of
+    devices, or where the files cannot be written, ToolkitError where the C compiler fails.
     """
     path = Path(path)
     if path.is_dir():
         raise ExportError(f"an artefact is a file, found the folder {path}: name a file in it")
     check_variants(variants, workload, gradients)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as scratch:
-        scratch = Path(scratch)
-        entries = [compile_entry(workload, variants, manifest, scratch)]
-        if gradients:
-            entries.append(compile_entry(workload, gradients, manifest, scratch, backward=True))
-        library, checks = scratch / "artefact.so", scratch / "check.npz"
-        _write_library(library, (*variants, *gradients), entries, scratch)
-        if read_manifest(library) != json.loads(to_json(manifest)):
-            raise ExportError(f"{path.name} does not give back the manifest that went into it: build it again")
-        write_cases(checks, workload, cases)
-        checks_path = path.with_suffix(".check.npz")
-        os.replace(checks, checks_path)
-        os.replace(library, path)
+    checks_path = path.with_suffix(".check.npz")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (tempfile.TemporaryDirectory() as objects, tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as scratch):
+            library, checks = Path(scratch, "artefact.so"), Path(scratch, "check.npz")
+            _link_all(library, workload, variants, gradients, manifest, Path(objects))
+            if read_manifest(library) != json.loads(to_json(manifest)):
+                raise ExportError(f"{path.name} does not give back the manifest that went into it: build it again")
+            write_cases(checks, workload, cases)
+            os.replace(checks, checks_path)
+            os.replace(library, path)
+    except OSError as error:
+        raise ExportError(f"{path} and {checks_path.name} were to be written, found: {error.strerror or error}: make room there, or name "
+                          "another file") from error
     return path, checks_path
+
+
+def _link_all(library, workload, variants, gradients, manifest, objects):
+    """Write the .so of an artefact; `objects` is a folder for its parts."""
+    entries = [compile_entry(workload, variants, manifest, objects)]
+    if gradients:
+        entries.append(compile_entry(workload, gradients, manifest, objects, backward=True))
+    _write_library(library, (*variants, *gradients), entries, objects)
 
 
 def export_gradients(gradients, workload, path):
@@ -137,7 +146,8 @@ def compile_entry(workload, variants, manifest, folder, backward=False):
     (folder / "artefact_config.h").write_text(_config(workload, variants, manifest, backward))
     objects = folder / f"{source.stem}.o"
     includes = [f"-I{include}" for include in (folder, tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
-    run_c_compiler(["-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", *includes, "-c", str(source), "-o", str(objects)])
+    run_c_compiler(["-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-fexceptions", *includes, "-c", str(source), "-o",
+                    str(objects)])
     return objects
 
 

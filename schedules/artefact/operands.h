@@ -83,16 +83,15 @@ static int launch_operand(void *self, const Call *call, int number, Output *outp
   int64_t parts = parts_of(call, kExtras[kOperands[number].extra].axes, output->shape + 1);
   if (parts == 1) return invoke(self, call, first + WHOLE, own, 7, BEHIND, result);
 
-  Workspace sums = {.plain = output->plain};
+  Workspace RELEASED sums = {.plain = output->plain};
   int64_t shape[MAX_RANK + 1], flat[] = {parts, output->span};
   memcpy(shape, output->shape, sizeof shape);
   shape[0] = parts, sums.plain.shape = shape, sums.plain.dtype = call->plain[LSE].dtype;
-  int failed = allocate(&sums, kOperands[number].name);
+  if (allocate(&sums, kOperands[number].name)) return -1;
   own[6] = sums.argument;
-  failed = failed || invoke(self, call, first + IN_PARTS, own, 7, BEHIND, result);
+  if (invoke(self, call, first + IN_PARTS, own, 7, BEHIND, result)) return -1;
   DLTensor flat_sums = sums.plain, whole = output->plain;
   flat_sums.shape = flat, flat_sums.ndim = 2, whole.shape = flat + 1, whole.ndim = 1;
   const TVMFFIAny folded[] = {{.type_index = kTVMFFIDLTensorPtr, .v_ptr = &flat_sums}, {.type_index = kTVMFFIDLTensorPtr, .v_ptr = &whole}};
-  failed = failed || invoke(self, call, first + FOLD, folded, 2, 0, result);
-  return release(&sums) || failed ? -1 : 0;
+  return invoke(self, call, first + FOLD, folded, 2, 0, result);
 }

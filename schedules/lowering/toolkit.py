@@ -221,5 +221,5 @@ def run_c_compiler(arguments):
         raise ToolkitError("a C compiler is needed to build an artefact, found none of g++, gcc, clang on the PATH: install one")
     done = subprocess.run([compiler, *arguments], capture_output=True, text=True)
     if done.returncode:
-        telling = [line.strip() for line in done.stderr.splitlines() if re.search("error|undefined|cannot", line)]
+        telling = [line.strip() for line in done.stderr.splitlines() if re.search("error|undefined|cannot|failed", line)]
         raise ToolkitError(f"{compiler} failed: {telling[0] if telling else done.stderr.strip()[-300:]}")

@@ -61,8 +61,9 @@ def record_in(log, arch):
     best = None if run is None else run.get("best")
     if best is None:
         what = "" if order is None else f" --backward {order}"
-        raise NoRecord(f"a record of {subject.name} for {log.slug} was wanted, found none in {log.path}: run "
-                       f"python -m scripts.tune --workload {workload.name}{what}")
+        remedy = (f"run python -m scripts.tune --workload {workload.name}{what}, or use --plan default" if workload.lengths == "uniform"
+                  else "use --plan default, since tune takes uniform lengths alone")
+        raise NoRecord(f"a record of {subject.name} for {log.slug} was wanted, found none in {log.path}: {remedy}")
     log.check_database()
     if best["family"] not in subject.families():
         raise _stale(log, f"there is no family {best['family']} any more")

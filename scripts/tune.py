@@ -3,6 +3,7 @@
     python -m scripts.tune --workload d128_f16_causal d128_f16_full --minutes 3
     python -m scripts.tune --workload d64_f32_full --target cpu --trials 40 --dry-run
     python -m scripts.tune --workload d128_f16_full --backward any-order --minutes 2
+    python -m scripts.tune --suite llm --minutes 30
     python -m scripts.tune --workload d128_f16_full --rpc 10.0.0.1:9190 --key h200 --target sm_90a
 
 With --rpc, what is built here is measured by the workers of a fleet (scripts.fleet), several at a time.
@@ -20,6 +21,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +43,8 @@ from schedules.tuning.runner import GatedRunner
 from schedules.tuning.search import PATIENCE, Host, Limits, TuneError
 from schedules.tuning.several import session_of
 from schedules.tuning.subjects import subject_of
-from scripts import cli, options, remote
+from schedules.tuning.suites import SUITES
+from scripts import cli, options, remote, suite
 from scripts.report import write_report
 from te_defs.workload import standard_shape
 
@@ -80,9 +83,12 @@ def make_parser():
     parser = options.parser("tune", __doc__)
     options.add_what(parser, several=True)
     options.add_backward(parser, "tune the gradients instead")
+    parser.add_argument("--suite", default=None, help="tune the workloads and gradients of a suite, which share --minutes by what is "
+                        f"expected of them: {', '.join(f'{name} for {each.kind}' for name, each in SUITES.items())}")
     parser.add_argument("--trials", type=_positive(int), help="end after so many new candidates a workload; None: no limit")
     parser.add_argument("--minutes", type=_positive(float),
-                        help=f"end after so many minutes a workload; None: {MINUTES:g}, or no limit with --trials")
+                        help=f"end after so many minutes a workload, or a suite; None: {MINUTES:g} for each workload, or no limit "
+                        "with --trials")
     parser.add_argument("--length", type=_positive(int), help="query and key rows of the shape that is timed; None: "
                         + ", ".join(f"{length} on {kind}" for kind, length in LENGTH.items()))
     options.add_logs(parser)
@@ -118,27 +124,35 @@ def tune_all(args, stop, fleet):
     """Resolve the arguments and tune one workload after the other, until `stop()`."""
     logs = cli.log_folder(args.logs)
     device = cli.find_device(args.target) if fleet is None else remote.device_of(fleet, args.target)
-    workloads = [options.uniform(options.workload_of(text, device)) for text in args.workload]
-    minutes = args.minutes or (None if args.trials else MINUTES)
+    entries = suite.entries_of(args, device) if args.suite is not None else ()
+    subjects = [entry.subject for entry in entries] or [
+        subject_of(options.uniform(options.workload_of(text, device)), args.backward) for text in args.workload]
+    minutes = args.minutes or (None if args.trials else MINUTES * max(len(entries), 1))
     limits = Limits(args.trials, None if minutes is None else 60 * minutes)
     length = args.length or LENGTH[device.kind]
     workers = args.workers or len(os.sched_getaffinity(0))
-    subjects = [subject_of(workload, args.backward) for workload in workloads]
     cli.echo(command="tune", target=device.arch.name, device=device.description, workload=[subject.name for subject in subjects],
              trials=args.trials, minutes=minutes, length=length, family=args.family, logs=logs, seed=args.seed, workers=workers,
-             dry_run=args.dry_run)
-    tasks = [(Log(logs, device.slug or "<device>", subject, device.arch),
-              subject.parts(options.families_of(args.family, subject, device.arch), device.arch),
-              standard_shape(subject.workload, length, options.TOKENS[device.kind], options.HIDDEN[device.kind])) for subject in subjects]
+             dry_run=args.dry_run, **({"suite": args.suite} if entries else {}))
+
+    def task_of(subject, root=logs, shape=None):
+        return (Log(root, device.slug or "<device>", subject, device.arch),
+                subject.parts(options.families_of(args.family, subject, device.arch), device.arch),
+                shape or standard_shape(subject.workload, length, options.TOKENS[device.kind], options.HIDDEN[device.kind]))
+    tasks = [suite.attempted(lambda: task_of(entry.subject, entry.root(logs), entry.shape)) for entry in entries] or [
+        task_of(subject) for subject in subjects]
     if args.dry_run:
-        for log, parts, shape in tasks:
-            describe(device, limits, log, parts, shape)
+        for name, task in zip([entry.title for entry in entries] or [subject.name for subject in subjects], tasks):
+            print(f"{name} is not tuned: {task}") if isinstance(task, Exception) else describe(device, limits, *task)
         return
     if device.slug is None:
         raise cli.UsageError(f"tuning needs the device itself, found {device.description}: run on such a machine, or use --target auto")
     with _processes(device, workers, fleet) as (builder, runner):
-        for task in tasks:
-            tune(Tools(device, builder, runner, limits, args.seed, args.commit, stop, workers, fleet), *task)
+        tools = Tools(device, builder, runner, limits, args.seed, args.commit, stop, workers, fleet)
+        runs = [partial(suite.tune_suite, args.suite, tools, entries, tasks, Sitting, writing(limits, len(entries)))] if entries else [
+            partial(tune, tools, *task) for task in tasks]
+        for run_one in runs:
+            run_one()
             if stop():
                 why = fleet and fleet.lost or "interrupted"
                 raise cli.Interrupted(f"{why}: what was tuned so far is kept in {logs / device.slug}, the same command goes on there")
@@ -166,48 +180,79 @@ def describe(device, limits, log, parts, shape):
 
 def tune(tools, log, parts, shape):
     """One session: resume the log, search, keep. TuneError where nothing passed; after a stop it returns early."""
-    subject, begun = log.subject, time.monotonic()
-    tools.runner.setting = Setting(tools.device.kind, subject, shape)
+    begun = time.monotonic()
     with locked(log.path):
-        run = log.read_run()
-        champion = champion_of(run, subject)
-        first = {} if champion is not None else lent_plans(log, parts, tools.device)
-        log.check_database()
-        known, declarations = log.read_measured(subject.members(), shape)
-        if log.torn is not None:
-            print(f"{subject.name}: the file of measured plans is torn behind {log.torn} of them, which count; the others are tried again",
-                  flush=True)
-        if known:
-            print(f"{subject.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
-        host = Host(time.monotonic, tools.stop, Lines(subject, shape).show, lambda: log.write_measured(known, declarations, shape))
-        session = session_of(subject, parts, champion, shape, tools.builder, tools.runner, host,
-                             known, declarations, first, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
-                             alone=tools.device.kind == "cpu" and tools.fleet is None)
+        sitting = Sitting(tools, log, parts, shape)
+        sitting.settle()
         try:
-            winner = session.run(left(tools.limits, time.monotonic() - begun))
+            winner = sitting.session.run(left(tools.limits, time.monotonic() - begun))
         except TuneError:
             if tools.stop():
                 return
-            if known:
-                write_report(log.path)  # of why each was refused
+            sitting.tell_of_refusals()
             raise
-        if winner.measured == "search" and run is not None and (run.get("best") or {}).get("measured") == "duel":
+        sitting.conclude(winner, {"seconds": round(time.monotonic() - begun, 1)})
+
+
+class Sitting:
+    """A session with its log, which must be locked: what it has is read, and what is found is kept.
+
+    tools, log, shape  as of `tune`; parts: {part: spaces}
+    run                run.json as it was, None where there was none
+    session            what searches
+    """
+
+    def __init__(self, tools, log, parts, shape):
+        self.tools, self.log, self.shape, self.run = tools, log, shape, log.read_run()
+        champion = champion_of(self.run, log.subject)
+        first = {} if champion is not None else lent_plans(log, parts, tools.device)
+        log.check_database()
+        known, declarations = log.read_measured(log.subject.members(), shape)
+        if log.torn is not None:
+            print(f"{log.subject.name}: the file of measured plans is torn behind {log.torn} of them, which count; the others are tried "
+                  "again", flush=True)
+        if known:
+            print(f"{log.subject.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
+        host = Host(time.monotonic, tools.stop, Lines(log.subject, shape).show, lambda: log.write_measured(known, declarations, shape))
+        self.session = session_of(log.subject, parts, champion, shape, tools.builder, tools.runner, host,
+                                  known, declarations, first, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
+                                  alone=tools.device.kind == "cpu" and tools.fleet is None)
+
+    def settle(self):
+        """Tell the runner what it measures from now on."""
+        self.tools.runner.setting = Setting(self.tools.device.kind, self.log.subject, self.shape)
+
+    @property
+    def measured(self):
+        """How the best of earlier sessions became that, None where there is none."""
+        return ((self.run or {}).get("best") or {}).get("measured")
+
+    def tell_of_refusals(self):
+        """Write why each plan was refused, where nothing else can be told."""
+        if self.session.known:
+            write_report(self.log.path)
+
+    def conclude(self, winner, about):
+        """Keep a Winner with facts of the session, and say how it went."""
+        tools, log, shape, session, known = self.tools, self.log, self.shape, self.session, self.session.known
+        if winner.measured == "search" and self.measured == "duel":
             winner = None  # interrupted: the plan that won the last duel stays until another one wins
         driver = tools.fleet.facts["driver"] if tools.fleet else cli.nvidia_driver(tools.device)
         device = {"slug": tools.device.slug, "name": tools.device.description, "driver": driver}
         if tools.device.gpu is not None:
             device["sms"] = tools.device.gpu.sms
-        conclude(log, session, shape, run, winner, device, {"seconds": round(time.monotonic() - begun, 1), **_about(tools)})
-        print(f"{subject.name}: the whole story is in {write_report(log.path)}", flush=True)
-    if session.ended_early:
-        print(f"{subject.name}: the search has ended since its last {PATIENCE} plans brought no gain; run it again to go on", flush=True)
-    if any(outcome.refused for outcome in known.values()):
-        print(f"{subject.name}: refused {told(known.values())}", flush=True)
-    if winner is not None:
-        family, plan = winner.key
-        print(f"{subject.name}: best of {len(known)} plans by {winner.measured}: {speed(subject, shape, winner.seconds)}, "
-              f"{family} {plan}", flush=True)
-        print(f"{subject.name}: {gain(winner, session.default)}", flush=True)
+        conclude(log, session, shape, self.run, winner, device, {**about, **_about(tools)})
+        name = log.subject.name
+        print(f"{name}: the whole story is in {write_report(log.path)}", flush=True)
+        if session.ended_early:
+            print(f"{name}: the search has ended since its last {PATIENCE} plans brought no gain; run it again to go on", flush=True)
+        if any(outcome.refused for outcome in known.values()):
+            print(f"{name}: refused {told(known.values())}", flush=True)
+        if winner is not None:
+            family, plan = winner.key
+            print(f"{name}: best of {len(known)} plans by {winner.measured}: {speed(log.subject, shape, winner.seconds)}, {family} {plan}",
+                  flush=True)
+            print(f"{name}: {gain(winner, session.default)}", flush=True)
 
 
 def lent_plans(log, parts, device):
@@ -230,7 +275,12 @@ def left(limits, spent):
     """Limits without the seconds that are spent, and those that the log takes to be written."""
     if limits.seconds is None:
         return limits
-    return replace(limits, seconds=max(limits.seconds - spent - min(LOG_SECONDS, LOG_SHARE * limits.seconds), 0.0))
+    return replace(limits, seconds=max(limits.seconds - spent - writing(limits), 0.0))
+
+
+def writing(limits, logs=1):
+    """Seconds that are kept back to write each of some logs."""
+    return 0.0 if limits.seconds is None else min(LOG_SECONDS, LOG_SHARE * limits.seconds / logs)
 
 
 def gain(winner, default):

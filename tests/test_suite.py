@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 
 from schedules import registry
 from schedules.arch import cpu_arch, cuda_arch
-from schedules.tuning import log, rounds, runner, suites
+from schedules.tuning import log, rounds, runner
 from schedules.tuning.last_round import Times
 from schedules.tuning.log import Outcome
 from schedules.tuning.reasons import LOST
@@ -277,3 +278,107 @@ class TestData:
     def test_each_is_taken_by_a_family(self, suite):
         arch = cuda_arch("sm_90a") if suite.kind == "cuda" else cpu_arch("x86-64-v3", 256, 2)
         assert all(entry.subject.name == entry.name and entry.subject.takers(arch) for entry in suite.entries)
+
+
+#: Takes moments, with a log of its own for the second entry's lengths.
+TINY = Suite("cpu", (Entry("fwd_d16_dv8_f32_causal", 75, Shape(1, 2, 2, 64, 64)), Entry("fwd_d16_dv8_f32_full", 25, Shape(1, 4, 2, 8, 64))))
+#: What no family of a CPU takes.
+UNTAKEN = Entry("bwd_d16_dv8_f32_causal+any-order", 1)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(registry, "FAMILIES", (stand_in,))
+    monkeypatch.setattr(runner, "DUEL_ROUNDS", 2)
+    monkeypatch.setitem(SUITES, "tiny", TINY)
+
+
+def tune(logs, *more, code=cli.DONE):
+    return command("tune", "--suite", "tiny", "--target", "cpu", "--workers", "1", "--logs", logs, *more, code=code)
+
+
+def plans_of(entry, logs):
+    """[[family, values], ...] on record of an entry."""
+    path = entry.root(logs) / cli.find_device("cpu").slug / entry.name / log.MEASURED
+    return [plan[:2] for plan in json.loads(path.read_text())["plans"]]
+
+
+def run_of(entry, logs):
+    return json.loads((entry.root(logs) / cli.find_device("cpu").slug / entry.name / log.RUN).read_text())
+
+
+class TestCommand:
+    def test_tunes_all_tells_why_and_goes_on_when_asked_again(self, tiny, tmp_path):
+        lines = tune(tmp_path, "--trials", "3").stdout.splitlines()
+        assert json.loads(lines[0])["suite"] == "tiny"
+        assert [line for line in lines if ": next" in line][:2] == [f"{entry.title}: next, its first plans" for entry in TINY.entries]
+        head = next(number for number, line in enumerate(lines) if line.startswith("subject "))
+        for entry, line in zip(TINY.entries, lines[head + 1:]):
+            assert re.fullmatch(rf"{entry.title} +[\d.]+ +[\d.]+ +\d+\.\d+x \(\d+\.\d+ to \d+\.\d+\) +\d+ %", line)
+        index = Path(lines[-1].split(" in ")[-1])
+        links = re.findall('href="([^"]+)"', index.read_text())
+        assert len(links) == 2 and all((index.parent / link).is_file() for link in links)
+        before = {entry: plans_of(entry, tmp_path) for entry in TINY.entries}
+        tune(tmp_path, "--trials", "2")
+        for entry in TINY.entries:
+            run, plans = run_of(entry, tmp_path), plans_of(entry, tmp_path)
+            assert [session["suite"] for session in run["sessions"]] == 2 * [{"name": "tiny", "weight": entry.weight}]
+            assert [session["trials"] for session in run["sessions"]] == [3, 2] and run["best"]["measured"] == "duel"
+            assert plans[:3] == before[entry] and len({json.dumps(plan) for plan in plans}) == 5, "nothing is measured twice"
+
+    def test_one_that_cannot_be_tuned_is_told_at_the_end(self, tiny, tmp_path, monkeypatch):
+        monkeypatch.setitem(SUITES, "tiny", Suite("cpu", (UNTAKEN, *TINY.entries)))
+        first, second = TINY.entries
+        tune(tmp_path, "--trials", "1", code=cli.FAILED)
+        path = first.root(tmp_path) / cli.find_device("cpu").slug / first.name / log.MEASURED
+        path.write_text(path.read_text().replace('"q_len": 64', '"q_len": 65'))
+        done = tune(tmp_path, "--trials", "1", code=cli.FAILED)
+        assert done.stderr.startswith(f"error: 2 of 3 subjects of suite tiny were not tuned: {UNTAKEN.name}: a schedule for ")
+        assert f"; {first.title}: {path} must be of " in done.stderr and done.stderr.count("\n") == 1
+        assert len(plans_of(second, tmp_path)) == 2
+        done = command("tune", "--suite", "tiny", "--target", "cpu", "--logs", tmp_path, "--dry-run", code=cli.DONE)
+        assert f"{UNTAKEN.name} is not tuned: a schedule for " in done.stdout and f"{second.name} on " in done.stdout
+
+    def test_minutes_are_those_of_all_together(self, tiny, tmp_path):
+        said = command("tune", "--suite", "tiny", "--target", "cpu", "--logs", tmp_path, "--dry-run", code=cli.DONE).stdout
+        assert json.loads(said.splitlines()[0])["minutes"] == 6
+        begun = time.monotonic()
+        tune(tmp_path, "--minutes", "0.4")
+        assert time.monotonic() - begun < 24 + 12, "processes start before, and end behind"
+
+    @pytest.mark.parametrize("arguments, message", [
+        (["--suite", "zz"], "--suite is one of llm, cpu, found 'zz': choose one of these"),
+        (["--suite", "llm"], "--suite llm is for cuda, found "),
+        (["--suite", "cpu", "--workload", "d64_f32_full", "--length", "64"], "found --workload and --length too: leave one out"),
+        (["--suite", "cpu", "--backward"], "found --backward too"), (["--suite", "cpu", "--family", "cpu"], "found --family too")])
+    def test_what_cannot_be_meant_is_refused(self, arguments, message):
+        assert message in command("tune", "--target", "cpu", *arguments, code=cli.USAGE).stderr
+
+
+def started(logs):
+    """The command in a process of its own, once two entries have a plan."""
+    code = (f"import sys; from schedules.tuning.suites import *; SUITES['tiny'] = {TINY!r}; from schedules import registry; "
+            "from tests import stand_in; registry.FAMILIES = stand_in,; from scripts import cli, tune; "
+            "sys.exit(cli.main(tune.run, tune.make_parser().parse_args()))")
+    arguments = ["--suite", "tiny", "--target", "cpu", "--workers", "1", "--logs", str(logs), "--minutes", "5"]
+    made = subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for beginning in (TINY.entries[1].title, "["):
+        while not made.stdout.readline().startswith(beginning):
+            assert made.poll() is None, made.stderr.read()
+    return made
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_whatever_ends_it_loses_nothing(number, tmp_path, tiny):
+    made = started(tmp_path)
+    made.send_signal(number)
+    out, complaints = made.communicate(timeout=120)
+    before = {entry: plans_of(entry, tmp_path) for entry in TINY.entries}
+    if number == signal.SIGINT:
+        assert made.returncode == cli.FAILED and complaints.splitlines()[-1].startswith("error: interrupted: what was tuned so far is kept")
+        assert "\nsubject " in out and all(run_of(entry, tmp_path)["best"]["measured"] == "search" for entry in TINY.entries)
+    tune(tmp_path, "--trials", "2")
+    for entry in TINY.entries:
+        plans = plans_of(entry, tmp_path)
+        assert plans[:len(before[entry])] == before[entry] and len({json.dumps(plan) for plan in plans}) == len(before[entry]) + 2
+        assert run_of(entry, tmp_path)["best"]["measured"] == "duel"

@@ -234,6 +234,16 @@ class TestResumed:
         made = planted(1000, each={"flat": {"plans": 0}}, ready=("flat",))
         assert made.finished == ["gains"]
 
+    def test_time_is_kept_back_for_last_rounds_that_are_held_only(self):
+        """Of a minute in which one of four comes to a slice, a quarter of what last rounds may take is too little for its own."""
+        clock = Clock()
+        sessions = {name: PlantedSession(clock, flat, plans=0) for name in ("a", "b", "c")}
+        sessions["gains"] = PlantedSession(clock, improving)
+        made, given = Planted(clock, sessions, 60, ready=tuple(sessions)), []
+        made.contenders["gains"].finish = lambda times: given.append(times.end - clock.now)
+        made.rounds.run()
+        assert given == [60 * rounds.DUEL_SHARE - 1] and made.finished == []
+
 
 class TestSlices:
     """Of real sessions, with builder and runner that make their results up."""

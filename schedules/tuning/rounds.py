@@ -95,37 +95,48 @@ class Rounds:
         self.host, self.limits, self.writing, self.tell, self.failures = host, limits, writing, tell, failures
         self.failed, self._open, self._begun = {}, list(contenders), host.clock()
         self._end = None if limits.seconds is None else self._begun + limits.seconds
-        self._reserve = None if self._end is None else min(DUEL_SECONDS + writing, DUEL_SHARE * limits.seconds / max(len(contenders), 1))
         self._searches = [search for contender in contenders for search in searches_of(contender)]
 
     def run(self):
         """First plans of all, slices by outlook, last rounds. TuneError where the device is lost."""
         waiting = list(self._searches)
-        while waiting and not self._over():
+        while waiting:
             search = waiting.pop(0)
-            seeds = len(search.session.seeds())
-            if seeds and search.contender in self._open:
-                share = None if self._end is None else (self._search_end() - self.host.clock()) / (1 + len(waiting))
+            seeds, end = len(search.session.seeds()), self._search_end(search.contender)
+            if seeds and search.contender in self._open and not self._over(search):
+                share = None if end is None else (end - self.host.clock()) / (1 + len(waiting))
                 self._slice(search, share, search.session.tried + seeds, "its first plans")
-        while not self._over() and (search := self._next()) is not None:
+        while (search := self._next()) is not None and not self._over(search):
             gained, plans = search.gained()
             why = f"it gained {100 * gained:.1f} % by its last {plans} plans and had {search.spent:.0f} s so far"
             self._slice(search, SLICE, None, why)
-        while self._open:  # what nobody needs for searches is theirs
-            self._finish(self._open[0], self._end and (self._end - self.host.clock()) / len(self._open))
+        while self._open:  # what searches do not need is theirs, too
+            left = None if self._end is None else (self._end - self.host.clock()) / max(self._rounds_left(), 1)
+            self._finish(self._open[0], left)
 
-    def _search_end(self):
-        """When the time of the last rounds begins that are still to be held; None without a limit."""
-        return None if self._end is None else self._end - self._reserve * len(self._open)
+    def _has_new(self, contender):
+        """Whether a last round is to be held: there are new plans, or none is on record."""
+        return not contender.ready or any(search.session.tried for search in self._of(contender))
 
-    def _over(self):
-        return self.host.stop() or past(self._search_end(), self.host)
+    def _rounds_left(self, coming=None):
+        """How many last rounds are still to be held once a contender has had a slice."""
+        return sum(self._has_new(contender) or contender is coming for contender in self._open)
+
+    def _search_end(self, coming):
+        """When the time begins that is kept back for last rounds, that of a contender who comes now among them; None without a limit."""
+        kept = DUEL_SECONDS + self.writing
+        return None if self._end is None else self._end - min(kept * self._rounds_left(coming), DUEL_SHARE * self.limits.seconds)
+
+    def _over(self, search):
+        """Whether no time is left for a slice."""
+        return self.host.stop() or past(self._search_end(search.contender), self.host)
 
     def _next(self):
         """The search with the best outlook; None where all have ended. A contender whose searches have ended has its last round at once."""
         for contender in list(self._open):
             if all(map(self._ended, self._of(contender))):
-                self._finish(contender, self._reserve)
+                end = self._search_end(contender)
+                self._finish(contender, None if end is None else (self._end - end) / self._rounds_left(contender))
         return max((search for search in self._searches if search.contender in self._open and not self._ended(search)),
                    key=Search.outlook, default=None)
 
@@ -142,8 +153,8 @@ class Rounds:
 
     def _slice(self, search, seconds, trials, why):
         """Have a search go on for some seconds and plans; None: no limit."""
-        end, contender = self._search_end(), search.contender
-        ends = [moment for moment in (seconds and self.host.clock() + seconds, end) if moment is not None]
+        contender, end = search.contender, self._search_end(search.contender)
+        ends = [moment for moment in (None if seconds is None else self.host.clock() + seconds, end) if moment is not None]
         most = min((count for count in (trials, self._most(search)) if count is not None), default=None)
         # What a slice has begun may take longer than the slice: a kernel that hangs must be refused for it, or it would come again.
         times = Times(build=min(ends, default=None), measure=end, ready=end, end=end)
@@ -152,8 +163,8 @@ class Rounds:
 
     def _finish(self, contender, seconds):
         """Hold its last round, with the writing of its log within some seconds, and close it."""
-        times = Times.of_last_round(self.host.clock(), seconds and max(seconds - self.writing, 1.0))
-        if any(search.session.tried for search in self._of(contender)) or not contender.ready:
+        times = Times.of_last_round(self.host.clock(), None if seconds is None else max(seconds - self.writing, 1.0))
+        if self._has_new(contender):
             self._timed(contender, lambda: contender.finish(times))
         if contender in self._open:
             self._open.remove(contender)

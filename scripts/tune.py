@@ -14,15 +14,11 @@ import datetime
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import tvm
@@ -32,8 +28,7 @@ import xgboost
 from schedules.lowering.toolkit import find_toolkit
 from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.fleet import Fleet
-from schedules.tuning.fleet_tools import FleetBuilder, FleetRunner
-from schedules.tuning.log import Log, LogError, locked
+from schedules.tuning.log import Log, locked
 from schedules.tuning.nearest import Machine, nearest_record, start_plans
 from schedules.tuning.records import NoRecord
 from schedules.tuning.reasons import told
@@ -44,7 +39,7 @@ from schedules.tuning.search import PATIENCE, Host, Limits, TuneError
 from schedules.tuning.several import session_of
 from schedules.tuning.subjects import subject_of
 from schedules.tuning.suites import SUITES
-from scripts import cli, options, remote, suite
+from scripts import cli, options, remote, suite, tuner
 from scripts.report import write_report
 from te_defs.workload import standard_shape
 
@@ -57,10 +52,6 @@ SEARCH_THREADS = {"cuda": 8, "cpu": 1}
 LOG_SECONDS, LOG_SHARE = 3.0, 0.05
 #: Seconds between progress lines, unless there is a new best plan.
 LINE_SECONDS = 5.0
-#: How folders of artefacts are called, in the system's folder of temporary files.
-SCRATCH = "flashtir-tune-"
-#: How long such a folder has been as it is before it counts as left behind.
-STALE_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,7 @@ def _positive(kind):
 def run(args):
     """The command; an exit code, or an error that `cli.main` turns into one."""
     # Signals first of all: TVM would lose an exception of Ctrl-C in a function that it calls.
-    with _stoppable() as asked, remote.fleet_of(args) as fleet:
+    with tuner.stoppable() as asked, remote.fleet_of(args) as fleet:
         return tune_all(args, lambda: asked() or fleet is not None and fleet.lost is not None, fleet)
 
 
@@ -147,7 +138,7 @@ def tune_all(args, stop, fleet):
         return
     if device.slug is None:
         raise cli.UsageError(f"tuning needs the device itself, found {device.description}: run on such a machine, or use --target auto")
-    with _processes(device, workers, fleet) as (builder, runner):
+    with tuner.processes(device, workers, fleet) as (builder, runner):
         tools = Tools(device, builder, runner, limits, args.seed, args.commit, stop, workers, fleet)
         runs = [partial(suite.tune_suite, args.suite, tools, entries, tasks, Sitting, writing(limits, len(entries)))] if entries else [
             partial(tune, tools, *task) for task in tasks]
@@ -316,53 +307,6 @@ class Lines:
             best = f"best {speed(self.subject, self.shape, progress.best_seconds)}, {family} {plan}"
         left = "" if progress.left is None else f", {progress.left:.0f} s left"
         print(f"[{progress.elapsed:.0f} s{left}] {progress.tried} tried, {progress.refused} refused, {best}", flush=True)
-
-
-@contextmanager
-def _processes(device, workers, fleet):
-    """Builder and runner with their processes, and a folder for artefacts; all gone afterwards."""
-    toolkit = find_toolkit(os.environ) if device.kind == "cuda" else None
-    _clear_scratch()
-    with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch, locked(Path(scratch)):
-        builder = PoolBuilder(workers, toolkit, Path(scratch, "stub"), scratch)
-        runner = GatedRunner(device.kind, toolkit) if fleet is None else FleetRunner(fleet)
-        builder = builder if fleet is None else FleetBuilder(builder, runner)
-        try:
-            yield builder, runner
-        finally:
-            builder.close()
-            runner.close()
-
-
-def _clear_scratch():
-    """Remove the folders of tuners that were killed: nobody holds them, and nothing has changed there for long."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
-        try:
-            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
-                with locked(folder):
-                    shutil.rmtree(folder, ignore_errors=True)
-        except (LogError, OSError):  # a tuner that runs, another user's, or gone by now
-            pass
-
-
-@contextmanager
-def _stoppable():
-    """A function that says whether Ctrl-C or a request to terminate has come. A second Ctrl-C ends the process at once."""
-    asked = []
-
-    def ask(number, frame):
-        if asked:  # not by an exception: TVM's process pool would wait for its workers for ever
-            print("ended at once: what was saved until now is kept", file=sys.stderr, flush=True)
-            os._exit(cli.FAILED)
-        asked.append(number)
-        print("stopping once the kernels at hand are done", file=sys.stderr, flush=True)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _about(tools):

@@ -25,6 +25,11 @@ class Bucket:
         return self.q_len * self.kv_len, self.q_len
 
 
+def bucket_at(shape):
+    """The Bucket of a te_defs.workload.Shape that was timed."""
+    return Bucket(shape.q_len, shape.kv_len)
+
+
 def bucket_named(text):
     """The Bucket of a text such as 1x8192, or 512 for queries and keys alike; ValueError where it is none."""
     found = _TEXT.fullmatch(text)
@@ -35,10 +40,10 @@ def bucket_named(text):
 
 
 def nearest(buckets, q_len, kv_len):
-    """Which of some buckets a call with so many query rows and key rows is nearest to: abs(log2(q_len / bucket's)) plus the same of kv_len is
-    least. Of those that are equally near it is the larger one. Lengths below 1 count as 1, those above MOST_ROWS as that.
+    """Which of some buckets a call with so many query rows and key rows is nearest to: abs(log2(q_len / bucket's)) plus the same of kv_len
+    is least; of equally near ones the larger. Lengths below 1 count as 1, those above MOST_ROWS as that.
 
-    Artefacts choose by the same rule (schedules/artefact/buckets.h), exactly: without logarithms, by the product of the two ratios.
+    Artefacts choose by the same rule (schedules/artefact/buckets.h), as exactly: by the product of the two ratios, without logarithms.
     """
     lengths = [min(max(length, 1), MOST_ROWS) for length in (q_len, kv_len)]
 

@@ -1,5 +1,5 @@
-/* Buckets: where plans were tuned at several lengths, a call asks the variants of those that it is nearest to first. A part of call.h, which
- * says what the constants of artefact_config.h are. */
+/* Buckets: where plans were tuned at several lengths, a call first asks the variants of those that it is nearest to. A part of call.h,
+ * which says what the constants of artefact_config.h are. */
 
 /* Query rows and key rows that were tuned at, and the numbers of all variants in the order in which such calls ask them. */
 typedef struct {
@@ -13,9 +13,9 @@ static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static uint64_t within_rows(int64_t length) { return length < 1 ? 1 : length > MOST_ROWS ? MOST_ROWS : (uint64_t)length; }
 
-/* The bucket whose abs(log2(queries / its)) + abs(log2(keys / its)) is least, of equally near ones the last, which is the largest:
- * the product of the two ratios, a fraction whose parts are below 2^60, orders alike and is exact. Lengths are the most of a call that the
- * host knows: rows of q and k, and those of the longest packed sequence. */
+/* The bucket whose abs(log2(queries / its)) + abs(log2(keys / its)) is least, of equally near ones the last, which is the largest: the
+ * product of the two ratios, a fraction whose parts are below 2^60, orders alike and is exact. Lengths are the most that the host knows of
+ * a call: the rows of q and k, or those of the longest packed sequence. */
 static const Bucket *nearest_bucket(int64_t queries, int64_t keys) {
   uint64_t n = within_rows(queries), m = within_rows(keys), over = 0, under = 1;
   const Bucket *nearest = kBuckets;

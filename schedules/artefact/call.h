@@ -18,8 +18,8 @@
  *                                operand_rows, operand_keys, operand_blocks   queries and keys of a tile of an operand whose gradient is
  *                                               summed, and how many blocks there shall be at least
  *                                codes          {major, minor, exact} for each architecture of its device code, then {0}
- *   FLASHTIR_BUCKET_COUNT, _BUCKETS   lengths that plans were tuned at, from the smallest on, none or some; for each {queries, keys, {numbers
- *                              of all variants, in the order in which such calls ask them}} with a comma behind it
+ *   FLASHTIR_BUCKET_COUNT, _BUCKETS   lengths that plans were tuned at, from the smallest on, none or some; for each {queries, keys,
+ *                              {numbers of all variants, in the order in which such calls ask them}} with a comma behind it
  *   FLASHTIR_ARCHS             the architectures of all variants, for messages
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
  *   FLASHTIR_DTYPE_CODE, _BITS element type of q, k, v, out   FLASHTIR_DEVICE_TYPE  DLDeviceType of all tensors
@@ -241,9 +241,9 @@ static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], c
   return (Refusal){variant, SERVES, ""};
 }
 
-/* The first variant that runs on the device and can serve these tensors, in the order of a bucket where there are some; NULL where an error is
- * set. `passed_over` receives why a better one could not, if one runs on the device. `only`, where given, is the one to take, whatever calls
- * it is for. Batch entries are so many, with at most so many queries. */
+/* The first variant that runs on the device and can serve these tensors, in the order of a bucket where there are some; NULL where an error
+ * is set. `passed_over` receives why a better one could not, if one runs on the device. `only`, where given, is the one to take, whatever
+ * calls it is for. Batch entries are so many, with at most so many queries. */
 static const Variant *choose(const DLTensor plain[TENSORS], const View views[TENSORS], int64_t batch, int64_t queries, const Bucket *bucket,
                              const Variant *only, Refusal *passed_over) {
   char device[32];

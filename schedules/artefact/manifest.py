@@ -105,8 +105,8 @@ def _describe_variant(variant):
 
 
 def _describe_buckets(variants):
-    """Where calls are told apart by their lengths: what was tuned at which, smaller buckets first, and the numbers of the variants, from 0 on,
-    that such calls are for."""
+    """Where calls are told apart by their lengths: what was tuned at which, smaller buckets first, and the numbers of the variants, from 0
+    on, that such calls are for."""
     buckets = [{"q_len": it.bucket.q_len, "kv_len": it.bucket.kv_len, "family": it.family, "plan": asdict(it.plan), "measured": it.measured,
                 "variants": [number for number, variant in enumerate(variants) if variant.is_for(it.bucket)]}
                for it in tuned_of(variants)]

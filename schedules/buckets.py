@@ -6,7 +6,7 @@ from fractions import Fraction
 #: Largest length of a bucket, and of a call that a kernel takes (MOST_ROWS of schedules/artefact/call.h).
 MOST_ROWS = 10**9
 
-_TEXT = re.compile(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", re.ASCII)
+_TEXT = re.compile(r"([1-9][0-9]{0,9})(?:x([1-9][0-9]{0,9}))?", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -96,14 +96,14 @@ def merged(plans, kinds_of):
     """
     found = []
     for it in plans:
-        place = 0
-        for kind in kinds_of(it):
-            same = next((number for number in range(place, len(found)) if found[number][0] == kind), None)
+        place = len(found)
+        for kind in reversed(kinds_of(it)):
+            same = next((number for number in reversed(range(place)) if found[number][0] == kind), None)
             if same is None:
                 found.insert(place, (kind, ()))
-                same = place
-            found[same] = kind, (*found[same][1], *((it.tuned,) if len(plans) > 1 else ()))
-            place = same + 1
+            else:
+                place = same
+            found[place] = kind, (*found[place][1], *((it.tuned,) if len(plans) > 1 else ()))
     return found
 
 

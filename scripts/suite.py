@@ -1,5 +1,4 @@
 """`scripts.tune --suite`: many subjects share one budget; what the user is told of it, and what stays of it."""
-import os
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ from scripts.page import STYLE
 from scripts.report import REPORT
 
 #: Options that say of one workload what a suite says of each of its own, and their values where they are not given.
-OF_ONE = {"workload": ["auto"], "backward": None, "length": None, "family": None}
+OF_ONE = {"workload": ["auto"], "backward": None, "length": None, "lengths": None, "family": None}
 
 
 def entries_of(args, device):
@@ -123,10 +122,8 @@ def _table(rows):
 
 def _write_index(name, logs, rows):
     """Write the page of a suite beside the logs of its device; its path."""
-    (entry, log), *_ = logs.items()
-    folder = log.path.parents[2 if entry.lengths else 1] / log.slug
-    paths = [os.path.relpath(log.path / REPORT, folder) for log in logs.values()]
-    links = [f'<a href="{escape(path)}">{escape(row[0])}</a>' for path, row in zip(paths, rows)]
+    folder = next(iter(logs.values())).path.parent
+    links = [f'<a href="{escape(log.name)}/{REPORT}">{escape(row[0])}</a>' for log, row in zip(logs.values(), rows)]
     body = "\n".join("<tr>" + "".join(f"<td>{text}</td>" for text in (link, *map(escape, row[1:]))) + "</tr>"
                      for link, row in zip(links, rows))
     head = "".join(f"<th>{text}</th>" for text in HEAD)

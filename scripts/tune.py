@@ -4,8 +4,10 @@
     python -m scripts.tune --workload d64_f32_full --target cpu --trials 40 --dry-run
     python -m scripts.tune --workload d128_f16_full --backward any-order --minutes 2
     python -m scripts.tune --suite llm --minutes 30
+    python -m scripts.tune --workload d128_f16_full --lengths 512 4096 1x16384
     python -m scripts.tune --workload d128_f16_full --rpc 10.0.0.1:9190 --key h200 --target sm_90a
 
+With --lengths each is tuned for itself, in a log of its own; scripts.export puts the plans of all into one artefact.
 With --rpc, what is built here is measured by the workers of a fleet (scripts.fleet), several at a time.
 A second run goes on where the first one ended. Exit codes: 0 done, 1 failed or interrupted, 2 wrong arguments.
 """
@@ -25,11 +27,12 @@ import tvm
 import tvm_ffi
 import xgboost
 
+from schedules.buckets import Bucket, bucket_at, nearest
 from schedules.lowering.toolkit import find_toolkit
 from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.fleet import Fleet
 from schedules.tuning.log import Log, locked
-from schedules.tuning.nearest import Machine, nearest_record, start_plans
+from schedules.tuning.nearest import Machine, nearest_records, start_plans
 from schedules.tuning.records import NoRecord
 from schedules.tuning.reasons import told
 from schedules.tuning.results import champion_of, conclude
@@ -76,12 +79,15 @@ def make_parser():
     options.add_backward(parser, "tune the gradients instead")
     parser.add_argument("--suite", default=None, help="tune the workloads and gradients of a suite, which share --minutes by what is "
                         f"expected of them: {', '.join(f'{name} for {each.kind}' for name, each in SUITES.items())}")
-    parser.add_argument("--trials", type=_positive(int), help="end after so many new candidates a workload; None: no limit")
+    parser.add_argument("--trials", type=_positive(int), help="end after so many new candidates a workload and length; None: no limit")
     parser.add_argument("--minutes", type=_positive(float),
-                        help=f"end after so many minutes a workload, or a suite; None: {MINUTES:g} for each workload, or no limit "
-                        "with --trials")
-    parser.add_argument("--length", type=_positive(int), help="query and key rows of the shape that is timed; None: "
+                        help=f"end after so many minutes a workload and length, or a suite; None: {MINUTES:g} for each, or no limit with "
+                        "--trials")
+    shapes = parser.add_mutually_exclusive_group()
+    shapes.add_argument("--length", type=_positive(int), help="query and key rows of the shape that is timed; None: "
                         + ", ".join(f"{length} on {kind}" for kind, length in LENGTH.items()))
+    shapes.add_argument("--lengths", type=options.lengths, nargs="+", default=None, help="several of them, one after the other, "
+                        "each query and key rows or query rows x key rows, such as 512 4096 1x16384; None: --length")
     options.add_logs(parser)
     remote.add_fleet(parser)
     parser.add_argument("--family", default=None, help="search the plans of this family only; None: of all that take the workload, "
@@ -120,21 +126,19 @@ def tune_all(args, stop, fleet):
         subject_of(options.uniform(options.workload_of(text, device)), args.backward) for text in args.workload]
     minutes = args.minutes or (None if args.trials else MINUTES * max(len(entries), 1))
     limits = Limits(args.trials, None if minutes is None else 60 * minutes)
-    length = args.length or LENGTH[device.kind]
+    usual = Bucket(*2 * (args.length or LENGTH[device.kind],))
+    buckets = list(dict.fromkeys(args.lengths or [usual]))
+    timed = {"lengths": list(map(str, buckets))} if args.lengths else {"length": usual.q_len}
+    timed |= {"suite": args.suite} if entries else {}
     workers = args.workers or len(os.sched_getaffinity(0))
     cli.echo(command="tune", target=device.arch.name, device=device.description, workload=[subject.name for subject in subjects],
-             trials=args.trials, minutes=minutes, length=length, family=args.family, logs=logs, seed=args.seed, workers=workers,
-             dry_run=args.dry_run, **({"suite": args.suite} if entries else {}))
-
-    def task_of(subject, root=logs, shape=None):
-        return (Log(root, device.slug or "<device>", subject, device.arch),
-                subject.parts(options.families_of(args.family, subject, device.arch), device.arch),
-                shape or standard_shape(subject.workload, length, options.TOKENS[device.kind], options.HIDDEN[device.kind]))
-    tasks = [suite.attempted(lambda: task_of(entry.subject, entry.root(logs), entry.shape)) for entry in entries] or [
-        task_of(subject) for subject in subjects]
+             trials=args.trials, minutes=minutes, **timed, family=args.family, logs=logs, seed=args.seed, workers=workers,
+             dry_run=args.dry_run)
+    tasks = [suite.attempted(lambda: task_of(args, logs, device, entry.subject, usual, usual, entry.shape)) for entry in entries] or [
+        task_of(args, logs, device, subject, bucket, usual) for subject in subjects for bucket in buckets]
     if args.dry_run:
-        for name, task in zip([entry.title for entry in entries] or [subject.name for subject in subjects], tasks):
-            print(f"{name} is not tuned: {task}") if isinstance(task, Exception) else describe(device, limits, *task)
+        for number, task in enumerate(tasks):
+            print(f"{entries[number].title} is not tuned: {task}") if isinstance(task, Exception) else describe(device, limits, *task)
         return
     if device.slug is None:
         raise cli.UsageError(f"tuning needs the device itself, found {device.description}: run on such a machine, or use --target auto")
@@ -149,9 +153,23 @@ def tune_all(args, stop, fleet):
                 raise cli.Interrupted(f"{why}: what was tuned so far is kept in {logs / device.slug}, the same command goes on there")
 
 
+def task_of(args, logs, device, subject, bucket, usual, shape=None):
+    """(Log, parts, shape) of what is tuned at a bucket. Of --lengths, the one that the workload's first log is of goes on there, or where
+    there is no log the one that it would be of without --lengths; others have a folder of their own, and so have shapes of a suite."""
+    log = Log(logs, device.slug or "<device>", subject, device.arch)
+    timed = log.read_bucket() if args.lengths else None
+    if args.lengths and bucket != (timed or usual):
+        log = Log(logs, log.slug, subject, device.arch, bucket)
+    if shape is not None:
+        log = Log(logs, log.slug, subject, device.arch, bucket_at(shape))
+    parts = subject.parts(options.families_of(args.family, subject, device.arch), device.arch)
+    tokens, hidden = options.TOKENS[device.kind], options.HIDDEN[device.kind]
+    return log, parts, shape or standard_shape(subject.workload, bucket.q_len, tokens, hidden, bucket.kv_len)
+
+
 def describe(device, limits, log, parts, shape):
     """Print what a run would do: target, who takes the workload, the spaces, the first plans' budgets, limits and folder."""
-    print(f"{log.subject.name} on {device.description}, lowered for {device.arch.name}")
+    print(f"{log.name} on {device.description}, lowered for {device.arch.name}")
     reasons = log.subject.declines(device.arch)
     width = max(10, *(len(name) + 1 for name in reasons))
     for name, reason in reasons.items():
@@ -196,14 +214,14 @@ class Sitting:
     def __init__(self, tools, log, parts, shape):
         self.tools, self.log, self.shape, self.run = tools, log, shape, log.read_run()
         champion = champion_of(self.run, log.subject)
-        first = {} if champion is not None else lent_plans(log, parts, tools.device)
+        first = {} if champion is not None else lent_plans(log, parts, shape, tools.device)
         log.check_database()
         known, declarations = log.read_measured(log.subject.members(), shape)
         if log.torn is not None:
-            print(f"{log.subject.name}: the file of measured plans is torn behind {log.torn} of them, which count; the others are tried "
-                  "again", flush=True)
+            print(f"{log.name}: the file of measured plans is torn behind {log.torn} of them, which count; the others are tried again",
+                  flush=True)
         if known:
-            print(f"{log.subject.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
+            print(f"{log.name}: resuming {log.path}, which has {len(known)} plans", flush=True)
         host = Host(time.monotonic, tools.stop, Lines(log.subject, shape).show, lambda: log.write_measured(known, declarations, shape))
         self.session = session_of(log.subject, parts, champion, shape, tools.builder, tools.runner, host,
                                   known, declarations, first, seed=tools.seed, threads=SEARCH_THREADS[tools.device.kind],
@@ -233,7 +251,7 @@ class Sitting:
         if tools.device.gpu is not None:
             device["sms"] = tools.device.gpu.sms
         conclude(log, session, shape, self.run, winner, device, {**about, **_about(tools)})
-        name = log.subject.name
+        name = log.name
         print(f"{name}: the whole story is in {write_report(log.path)}", flush=True)
         if session.ended_early:
             print(f"{name}: the search has ended since its last {PATIENCE} plans brought no gain; run it again to go on", flush=True)
@@ -246,19 +264,21 @@ class Sitting:
             print(f"{name}: {gain(winner, session.default)}", flush=True)
 
 
-def lent_plans(log, parts, device):
-    """{part: keys of the best plans of the nearest device that has a log of what is tuned}, which is said. They are candidates like others:
-    nothing that was measured elsewhere counts here."""
+def lent_plans(log, parts, shape, device):
+    """{part: keys of the best plans of the nearest device that has a log of what is tuned, at the nearest lengths}, which is said. They are
+    candidates like others: nothing that was measured elsewhere counts here."""
     here = Machine(device.slug, device.arch, device.gpu)
     try:
-        found = nearest_record(log.path.parent.parent, log.subject, here)
+        lent = nearest_records(log.path.parent.parent, log.subject, here)
     except NoRecord:
         return {}
+    by_bucket = {it.record.bucket: it for it in lent}
+    found = by_bucket[nearest(by_bucket, shape.q_len, shape.kv_len)]
     for sentence in found.passed_over:
         print(sentence)
     plans = start_plans(found, parts)
     count = sum(map(len, plans.values()))
-    print(f"{log.subject.name}: the search begins with {count} plans that were best on {found.lender}, {found.date}", flush=True)
+    print(f"{log.name}: the search begins with {count} plans that were best on {found.lender}, {found.date}", flush=True)
     return plans
 
 

@@ -309,12 +309,12 @@ def tune(logs, *more, code=cli.DONE):
 
 def plans_of(entry, logs):
     """[[family, values], ...] on record of an entry."""
-    path = entry.root(logs) / cli.find_device("cpu").slug / entry.name / log.MEASURED
+    path = logs / cli.find_device("cpu").slug / entry.title / log.MEASURED
     return [plan[:2] for plan in json.loads(path.read_text())["plans"]]
 
 
 def run_of(entry, logs):
-    return json.loads((entry.root(logs) / cli.find_device("cpu").slug / entry.name / log.RUN).read_text())
+    return json.loads((logs / cli.find_device("cpu").slug / entry.title / log.RUN).read_text())
 
 
 class TestCommand:
@@ -340,14 +340,14 @@ class TestCommand:
         monkeypatch.setitem(SUITES, "tiny", Suite("cpu", (UNTAKEN, *TINY.entries)))
         first, second = TINY.entries
         tune(tmp_path, "--trials", "1", code=cli.FAILED)
-        path = first.root(tmp_path) / cli.find_device("cpu").slug / first.name / log.MEASURED
+        path = tmp_path / cli.find_device("cpu").slug / first.title / log.MEASURED
         path.write_text(path.read_text().replace('"q_len": 64', '"q_len": 65'))
         done = tune(tmp_path, "--trials", "1", code=cli.FAILED)
         assert done.stderr.startswith(f"error: 2 of 3 subjects of suite tiny were not tuned: {UNTAKEN.name}: a schedule for ")
         assert f"; {first.title}: {path} must be of " in done.stderr and done.stderr.count("\n") == 1
         assert len(plans_of(second, tmp_path)) == 2
         done = command("tune", "--suite", "tiny", "--target", "cpu", "--logs", tmp_path, "--dry-run", code=cli.DONE)
-        assert f"{UNTAKEN.name} is not tuned: a schedule for " in done.stdout and f"{second.name} on " in done.stdout
+        assert f"{UNTAKEN.name} is not tuned: a schedule for " in done.stdout and f"{second.title} on " in done.stdout
 
     def test_minutes_are_those_of_all_together(self, tiny, tmp_path):
         said = command("tune", "--suite", "tiny", "--target", "cpu", "--logs", tmp_path, "--dry-run", code=cli.DONE).stdout

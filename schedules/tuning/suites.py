@@ -1,6 +1,7 @@
 """Suites: lists of subjects that stand for what somebody computes, tuned together within one budget."""
 from dataclasses import dataclass
 
+from schedules.buckets import bucket_at
 from schedules.tuning.subjects import subject_named
 from te_defs.workload import Shape
 
@@ -9,7 +10,7 @@ from te_defs.workload import Shape
 class Entry:
     """One subject of a suite.
 
-    name    of the subject, as the folder of its log is called
+    name    of the subject
     weight  per cent of the user's time that it stands for
     shape   te_defs.workload.Shape that is timed; None: the device's usual one
     """
@@ -23,18 +24,9 @@ class Entry:
         return subject_named(self.name)
 
     @property
-    def lengths(self):
-        """Query rows and key rows of a shape of its own, as text; "" where it has none."""
-        return f"{self.shape.q_len}x{self.shape.kv_len}" if self.shape else ""
-
-    @property
     def title(self):
-        """What it is called among the others."""
-        return f"{self.name}@{self.lengths}" if self.shape else self.name
-
-    def root(self, logs):
-        """Folder of logs that its own is among. A log is of one shape: what is timed at others has a folder for each pair of lengths."""
-        return logs / self.lengths
+        """Name of the folder of its log, of a shape of its own with the lengths behind it."""
+        return f"{self.name}@{bucket_at(self.shape)}" if self.shape else self.name
 
 
 @dataclass(frozen=True)

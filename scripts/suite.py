@@ -87,8 +87,10 @@ def _contender(suite, entry, sitting):
         begun = time.monotonic()
         try:
             winner = sitting.session.finish(times)
-        except TuneError:
+        except TuneError as error:
             sitting.tell_of_refusals()
+            if not sitting.session.known:
+                raise TuneError("the time was up before its first plan was measured: allow more --minutes") from error
             raise
         sitting.conclude(winner, {"seconds": round(contender.seconds + time.monotonic() - begun, 1),
                                   "suite": {"name": suite, "weight": entry.weight}})
@@ -126,7 +128,8 @@ def _write_index(name, logs, rows):
     (entry, log), *_ = logs.items()
     folder = log.path.parents[2 if entry.lengths else 1] / log.slug
     paths = [os.path.relpath(log.path / REPORT, folder) for log in logs.values()]
-    links = [f'<a href="{escape(path)}">{escape(row[0])}</a>' for path, row in zip(paths, rows)]
+    links = [f'<a href="{escape(path)}">{escape(row[0])}</a>' if (log.path / REPORT).is_file() else escape(row[0])
+             for path, log, row in zip(paths, logs.values(), rows)]
     body = "\n".join("<tr>" + "".join(f"<td>{text}</td>" for text in (link, *map(escape, row[1:]))) + "</tr>"
                      for link, row in zip(links, rows))
     head = "".join(f"<th>{text}</th>" for text in HEAD)

@@ -86,8 +86,10 @@ def _contender(suite, entry, sitting):
         begun = time.monotonic()
         try:
             winner = sitting.session.finish(times)
-        except TuneError:
+        except TuneError as error:
             sitting.tell_of_refusals()
+            if not sitting.session.known:
+                raise TuneError("the time was up before its first plan was measured: allow more --minutes") from error
             raise
         sitting.conclude(winner, {"seconds": round(contender.seconds + time.monotonic() - begun, 1),
                                   "suite": {"name": suite, "weight": entry.weight}})
@@ -123,7 +125,8 @@ def _table(rows):
 def _write_index(name, logs, rows):
     """Write the page of a suite beside the logs of its device; its path."""
     folder = next(iter(logs.values())).path.parent
-    links = [f'<a href="{escape(log.name)}/{REPORT}">{escape(row[0])}</a>' for log, row in zip(logs.values(), rows)]
+    links = [f'<a href="{escape(log.name)}/{REPORT}">{escape(row[0])}</a>' if (log.path / REPORT).is_file() else escape(row[0])
+             for log, row in zip(logs.values(), rows)]
     body = "\n".join("<tr>" + "".join(f"<td>{text}</td>" for text in (link, *map(escape, row[1:]))) + "</tr>"
                      for link, row in zip(links, rows))
     head = "".join(f"<th>{text}</th>" for text in HEAD)

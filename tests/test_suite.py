@@ -356,6 +356,12 @@ class TestCommand:
         tune(tmp_path, "--minutes", "0.4")
         assert time.monotonic() - begun < 24 + 12, "processes start before, and end behind"
 
+    def test_time_that_is_too_short_for_any_plan_is_told(self, tiny, tmp_path):
+        done = tune(tmp_path, "--minutes", "0.001", code=cli.FAILED)
+        why = "the time was up before its first plan was measured: allow more --minutes"
+        assert done.stderr.endswith(f" were not tuned: {'; '.join(f'{entry.title}: {why}' for entry in TINY.entries)}\n")
+        assert "href" not in Path(done.stdout.splitlines()[-1].split(" in ")[-1]).read_text(), "there are no reports to link to"
+
     @pytest.mark.parametrize("arguments, message", [
         (["--suite", "zz"], "--suite is one of llm, cpu, found 'zz': choose one of these"),
         (["--suite", "llm"], "--suite llm is for cuda, found "),

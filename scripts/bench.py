@@ -20,11 +20,12 @@ import tvm_ffi
 
 from schedules.artefact.cases import check_cases
 from schedules.artefact.export import ExportError
+from schedules.buckets import Bucket
 from schedules.tuning.log import LogError
 from schedules.tuning.subjects import subject_of
 from scripts import cli, options, peers
 from scripts.contest import Contestant, TorchData, TvmData, contest, summary
-from scripts.kernels import answer, answer_gradients, build_artefacts, cuda_toolkit
+from scripts.kernels import Planned, answer, answer_gradients, build_artefacts, cuda_toolkit, default_gradients
 from te_defs import reference
 from te_defs.workload import standard_shape
 
@@ -56,51 +57,65 @@ def load_checked(name, workload, device, path, gradients=False):
     for case in cases if gradients else ():
         wanted = case.gradients
         inputs = wanted.dout, case.q, case.k, case.v, *case.rounded
-        found = answer_gradients(module["flash_attention_backward"], inputs, case.scale, case.arguments, device)
-        complaint = reference.backward_mismatch(found, (wanted.dq, wanted.dk, wanted.dv), wanted.tolerances, case.lse)
-        if complaint:
-            raise WrongKernel(f"the gradients of {workload.name} fail check case {case.name}: {complaint}: mend their schedule first")
+        for number in range(len(manifest["backward"]["variants"])):
+            call = functools.partial(module["flash_attention_backward_variant"], number)
+            found = answer_gradients(call, inputs, case.scale, case.arguments, device)
+            complaint = reference.backward_mismatch(found, (wanted.dq, wanted.dk, wanted.dv), wanted.tolerances, case.lse)
+            if complaint:
+                raise WrongKernel(f"the gradients of {workload.name} fail check case {case.name}: {complaint}: mend their schedule first")
     return module
 
 
 def our_plans(args, device, workload):
-    """{"default": (family, plan, None, None), "tuned": (family, plan, figures, None)}, the tuned one where there is a record; where
-    gradients are timed with Gradients last, default and tuned, behind one and the same forward pass. Prints a line of each."""
-    default = *options.default_plan(args, device, workload), None
+    """{"default": (Planneds, ()), "tuned": (Planneds, ())}, the tuned ones where there is a record, one for each bucket of lengths; where
+    gradients are timed with their Gradients last, default and tuned, behind one and the same forward pass. Prints a line of each plan."""
+    family, plan = options.default_plan(args, device, workload)
+    default = [Planned(family.NAME, plan)]
     try:
         if args.backward:
-            plans = {"default": (*default, options.default_gradients(workload, device.arch, args.backward))}
-            plans["tuned"] = *default, options.tuned_gradients(args, device, workload)
+            plans = {"default": (default, [default_gradients(workload, device.arch, args.backward)])}
+            plans["tuned"] = default, options.tuned_gradients(args, device, workload)
         else:
-            plans = {"default": (*default, None)}
-            plans["tuned"] = *options.tuned_plan(args, device, workload), None
+            plans = {"default": (default, ())}
+            plans["tuned"] = options.tuned_plans(args, device, workload), ()
     except LogError as error:
         print(f"no tuned plan: {error}")
-    for name, (family, plan, _, gradients) in plans.items():
-        told = f"backward {name}: family {gradients.family}, {gradients.plans}" if gradients else f"{name}: family {family.NAME}, {plan}"
-        print(f"{workload.name} {told}", flush=True)
+    for name, those in plans.items():
+        for it in contested(those):
+            what, at = "backward " if args.backward else "", f" at {it.bucket}" if len(contested(those)) > 1 else ""
+            print(f"{workload.name} {what}{name}{at}: family {it.family}, {it.plan}", flush=True)
     return plans
 
 
+def contested(plans):
+    """Of (Planneds, Gradients) what is timed."""
+    forward, gradients = plans
+    return gradients or forward
+
+
 def our_kernels(args, device, workloads, folder):
-    """({workload: {"default": module, "tuned": module}}, {workload: device that its tuned plan is borrowed from}), built side by side by
-    processes of their own and checked."""
+    """({workload: {"default": module, "tuned": module}}, {workload: tuned Planneds}), built side by side by processes of their own and
+    checked."""
     plans = {(workload, name): plan for workload in workloads for name, plan in our_plans(args, device, workload).items()}
-    jobs = [(family.NAME, workload, plan, device.arch, folder / f"{workload.name}-{name}.so", figures, gradients)
-            for (workload, name), (family, plan, figures, gradients) in plans.items()]
+    jobs = [(forward, workload, device.arch, folder / f"{workload.name}-{name}.so", gradients)
+            for (workload, name), (forward, gradients) in plans.items()]
     paths = dict(zip(plans, build_artefacts(jobs)))
     cuda_toolkit(device.arch)
     kernels = {workload: {} for workload in workloads}
     for (workload, name), path in paths.items():
         kernels[workload][name] = load_checked(name, workload, device, path, bool(args.backward))
-    measured = {workload: gradients.measured if args.backward else figures
-                for (workload, name), (_, _, figures, gradients) in plans.items() if name == "tuned"}
-    return kernels, {workload: figures["device"] for workload, figures in measured.items() if "borrowed_for" in figures}
+    return kernels, {workload: contested(those) for (workload, name), those in plans.items() if name == "tuned"}
 
 
-def labelled(rows, lender):
-    """The rows of a workload, that of the tuned plan with the device that it is borrowed from, if it is."""
-    return [{**row, "borrowed_from": lender} if lender and row["contestant"] == "tuned" else row for row in rows]
+def labelled(rows, tuned, length):
+    """The rows of a workload and length, that of the tuned plans with the device that they are borrowed from, if they are, and where there
+    are several with the lengths that the one which such calls take was tuned at."""
+    if not tuned:
+        return rows
+    taken = options.taken(tuned, Bucket(length, length))
+    labels = {"borrowed_from": taken.measured["device"]} if "borrowed_for" in taken.measured else {}
+    labels |= {"tuned_at": str(taken.bucket)} if len(tuned) > 1 else {}
+    return [{**row, **labels} if row["contestant"] == "tuned" else row for row in rows]
 
 
 def compare(args, device, kernels, workload, length):
@@ -165,16 +180,17 @@ def table(rows, markdown=False):
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     unit, factor = _unit(rows)
     best = "tuned" if "tuned" in names else "default"
-    borrowed = any("borrowed_from" in row for row in rows)
+    borrowed, several = (any(label in row for row in rows) for label in ("borrowed_from", "tuned_at"))
     cells = [["workload", "batch x heads x length", *(f"{name} ms" for name in names if name in OURS),
               *(f"{name} {unit}" for name in names),
-              *(f"{best} / {name}" for name in names if name != best), *["tuned on"] * borrowed]]
+              *(f"{best} / {name}" for name in names if name != best), *["tuned on"] * borrowed, *["tuned at"] * several]]
     for case in dict.fromkeys(map(_case, rows)):
         at = {row["contestant"]: row for row in rows if _case(row) == case}
         cells.append([*case, *(f"{at[name]['ms']:.3f}" if name in at else "-" for name in names if name in OURS),
                       *(f"{factor * at[name]['tflops']:.3g}" if name in at else "-" for name in names),
                       *(f"{at[name]['ms'] / at[best]['ms']:.2f}x" if {name, best} <= set(at) else "-" for name in names if name != best),
-                      *[at["tuned"].get("borrowed_from", "this device") if "tuned" in at else "-"] * borrowed])
+                      *[at["tuned"].get("borrowed_from", "this device") if "tuned" in at else "-"] * borrowed,
+                      *[at["tuned"].get("tuned_at", "one length") if "tuned" in at else "-"] * several])
     return _drawn(cells, markdown)
 
 
@@ -183,7 +199,8 @@ def peer_table(rows, markdown=False):
     unit, factor = _unit(rows)
     cells = [["workload", "batch x heads x length", "contestant", unit, "ours / this", "of peak", "of exp bound", "MHz", "W"]]
     for row in rows:
-        contestant = f"{row['contestant']} on {row['borrowed_from']}" if "borrowed_from" in row else row["contestant"]
+        contestant = "".join([row["contestant"], *(f" {word} {row[label]}" for label, word in (("borrowed_from", "on"), ("tuned_at", "at"))
+                                                   if label in row)])
         cells.append([*_case(row), contestant, f"{factor * row['tflops']:.3g}", f"{row['ours_over_this']:.2f}x",
                       *("-" if row[share] is None else f"{row[share]:.1%}" for share in ("of_peak", "of_exp_bound")),
                       *("-" if row[reading] is None else f"{row[reading]:.0f}" for reading in ("mhz", "watts"))])
@@ -252,11 +269,11 @@ def run(args):
     cli.echo(**{**vars(args), "command": "bench", "workload": [workload.name for workload in workloads], "target": device.description})
     rows, left_out = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        kernels_of, lenders = our_kernels(args, device, workloads, Path(folder))
+        kernels_of, tuned = our_kernels(args, device, workloads, Path(folder))
         for workload, kernels in kernels_of.items():
             for length in args.lengths:
                 found, sentences = compare(args, device, kernels, workload, length)
-                rows += labelled(found, lenders.get(workload))
+                rows += labelled(found, tuned.get(workload), length)
                 for sentence in sentences:
                     if sentence not in left_out:
                         print(sentence, flush=True)

@@ -39,7 +39,8 @@ class Interrupted(RuntimeError):
 
 
 _USAGE_ERRORS = (UsageError, WorkloadError, ArchError)
-_FAILURES = (Interrupted, NoSchedule, PlanError, LogError, TuneError, ToolkitError, CompileError, ExportError, OSError)
+#: What ends a command, or one workload of several, in a sentence.
+FAILURES = (Interrupted, NoSchedule, PlanError, LogError, TuneError, ToolkitError, CompileError, ExportError, OSError)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def main(run, arguments=None):
             return run(arguments) or DONE
     except _USAGE_ERRORS as error:
         return _complain(error, USAGE)
-    except _FAILURES as error:
+    except FAILURES as error:
         return _complain(error, FAILED)
     except MemoryError:
         return _complain("more memory than there is was wanted: choose smaller sizes", FAILED)

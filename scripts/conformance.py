@@ -26,7 +26,7 @@ import tvm
 from schedules import registry
 from schedules.tuning.subjects import subject_of
 from scripts import cli, options
-from scripts.kernels import answer, build_artefact, cuda_toolkit
+from scripts.kernels import Planned, answer, build_artefact, cuda_toolkit
 from te_defs.masks import MASKS
 from te_defs.random_calls import judged, random_call, wanted, workloads_of
 
@@ -167,7 +167,7 @@ class Job:
 
     def asked(self):
         """What `ask` finds."""
-        build_artefact(self.family, self.workload, self.plan, self.device.arch, self.path)
+        build_artefact([Planned(self.family, self.plan)], self.workload, self.device.arch, self.path)
         cuda_toolkit(self.device.arch)
         functions = {self.workload: tvm.runtime.load_module(str(self.path))["flash_attention_forward"]}
         kind = self.device.kind

@@ -15,10 +15,11 @@ from schedules.arch import CUDA_ARCHS
 from schedules.artefact.cases import check_cases
 from schedules.artefact.export import export_artefact
 from schedules.artefact.manifest import describe
-from schedules.artefact.variant import Variant, gradient_variant, variant_of
+from schedules.artefact.variant import Tuned, Variant, gradient_variant, variant_of
+from schedules.buckets import Bucket
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
 from schedules.lowering.toolkit import find_toolkit, preload
-from schedules.plan import Calls, fitting
+from schedules.plan import Calls, Plan, fitting
 from schedules.tuning.gate import on_device
 from te_defs.storage import views
 
@@ -69,12 +70,50 @@ def portable(arch, fits):
                if arch.kind == "cuda" and row.capability[0] == arch.capability[0] and not row.exact)
 
 
-def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1, serves=None):
+@dataclass(frozen=True)
+class Planned:
+    """A plan that kernels are built of: name of its family, Plan, and figures for the manifest, with where they come from, or None."""
+
+    family: str
+    plan: Plan
+    measured: dict | None = None
+
+    @property
+    def bucket(self):
+        """The schedules.buckets.Bucket that it was measured at; None where it was not."""
+        return self.measured and Bucket(self.measured["shape"]["q_len"], self.measured["shape"]["kv_len"])
+
+    @property
+    def tuned(self):
+        return Tuned(self.bucket, self.family, self.plan, self.measured)
+
+
+def merged(plans, kinds_of):
+    """[(kind of kernel, its Tuneds), ...]: what each of some Planned wants of an artefact, in an order that is the order of each. What
+    several of them want stands once. A single one has no calls to leave to others, and no Tuned.
+
+    kinds_of  function from a Planned to what it wants, best first
+    """
+    found = []
+    for it in plans:
+        place = len(found)
+        for kind in reversed(kinds_of(it)):
+            same = next((number for number in reversed(range(place)) if found[number][0] == kind), None)
+            if same is None:
+                found.insert(place, (kind, ()))
+            else:
+                place = same
+            found[place] = kind, (*found[place][1], *((it.tuned,) if len(plans) > 1 else ()))
+    return found
+
+
+def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1, serves=None, tuned=()):
     """Kernel of a plan, lowered for `arch`; with `archs`, device code of all these in one fatbin.
 
     measured  figures for the manifest, with where they come from
     place     among the variants of its artefact, counted from 1
     serves    the calls that it is for; None: all that the kernel for contiguous tensors takes
+    tuned     Tuneds of the lengths that it is for; none: any
     Raises ToolkitError where CUDA is wanted and nvcc is missing, CompileError where nvcc refuses the code.
     """
     serves = serves or Calls(strided=build.strided_of(family)[0])
@@ -82,74 +121,83 @@ def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1,
     with compiling as log:
         module = build.build_plan(family, workload, plan, arch, place, serves.strided, serves.packed)
     runs_later = portable(arch, lambda row: fitting([plan], family.budget, workload, row))
-    return Kernel(variant_of(module, family, arch, plan, log.kernels if log else (), measured, serves, runs_later), toolkit)
+    variant = variant_of(module, family, arch, plan, log.kernels if log else (), measured, serves, runs_later)
+    return Kernel(replace(variant, tuned=tuned), toolkit)
 
 
-def build_kernels(family, workload, plan, arch, archs=(), measured=None, place=1):
-    """Kernels of a plan for an artefact, from this place on: that for few queries of grouped heads, where a family has one, the plan's own,
-    and those that the family has for calls that it does not suit; where views with strides have kernels of their own, these come last."""
-    tuned_at = (measured["shape"]["q_len"],) if measured else ()
+def kinds_of_kernels(workload, arch, planned):
+    """[(family, plan, Calls), ...] of an artefact of a Planned: the kernel for few queries of grouped heads, where a family has one, the
+    plan's own, and those that the family has for calls that it does not suit; where views with strides have kernels of their own, these
+    come last."""
+    family, plan = registry.family_named(planned.family), planned.plan
+    tuned_at = (planned.bucket.q_len,) if planned.measured else ()
     plans = getattr(family, "further_plans", lambda *_: [(plan, Calls())])(workload, arch, plan, *tuned_at)
-    first, *_ = kinds = build.strided_of(family)
-    wanted = [(family, entry, replace(serves, strided=strided)) for strided in kinds for entry, serves in plans]
-    figures = [measured if (entry, serves.strided) == (plan, first) else None for _, entry, serves in wanted]
+    kinds = [(family, entry, replace(serves, strided=strided)) for strided in build.strided_of(family) for entry, serves in plans]
     packer = registry.packer(workload, arch)
-    if packer is not None:
-        packed = packer.packed_plan(workload, arch)
-        wanted, figures = [(packer, packed, Calls(rows=packed.q_tile, strided=True, packed=True)), *wanted], [None, *figures]
-    return [build_kernel(of, workload, entry, arch, archs, found, number, serves)
-            for number, (found, (of, entry, serves)) in enumerate(zip(figures, wanted), place)]
+    if packer is None:
+        return kinds
+    packed = packer.packed_plan(workload, arch)
+    return [(packer, packed, Calls(rows=packed.q_tile, strided=True, packed=True)), *kinds]
+
+
+def build_kernels(plans, workload, arch, archs=(), place=1):
+    """Kernels of an artefact of some Planned, from this place on; of several, each serves calls of lengths like its own."""
+    def figures(family, plan, serves):
+        own = (it.measured for it in plans if (it.family, it.plan) == (family.NAME, plan))
+        return next(own, None) if serves.strided == build.strided_of(family)[0] and not serves.packed else None
+    found = merged(plans, lambda it: kinds_of_kernels(workload, arch, it))
+    return [build_kernel(family, workload, plan, arch, archs, figures(family, plan, serves), number, serves, tuned)
+            for number, ((family, plan, serves), tuned) in enumerate(found, place)]
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """How gradients are made.
+class Gradients(Planned):
+    """How gradients are made: a plan as schedules.backward.default_plans has it, and the order in which dQ is summed, a key of
+    schedules.backward.FAMILIES."""
 
-    order     in which dQ is summed, a key of schedules.backward.FAMILIES
-    family    name of the family
-    plans     as schedules.backward.default_plans has them
-    measured  figures for the manifest, with where they come from; None where nothing was measured
-    """
-
-    order: str
-    family: str
-    plans: object
-    measured: dict | None = None
-
-    def build(self, workload, arch, archs=(), place=1, operands=()):
-        """The Kernels."""
-        family = backward.family_named(self.order, self.family)
-        return build_gradients(workload, arch, archs, place, family, self.plans, operands=operands, measured=self.measured)
+    order: str = backward.IN_ORDER
 
 
-def build_gradients(workload, arch, archs=(), place=1, family=None, plans=None, order=backward.IN_ORDER, operands=(), measured=None):
-    """Kernels of the gradients of a workload, lowered for `arch`: one, or where views with strides have one of their own, two.
+def default_gradients(workload, arch, order=backward.IN_ORDER):
+    """Gradients by the default plans of the first family that takes the workload."""
+    family = backward.taker(workload, arch, order)
+    return Gradients(family.NAME, backward.default_plans(family, workload, arch), order=order)
 
-    archs   further architectures, as in `build_kernel`
-    place   of the first among the artefact's variants for gradients
-    family  None: the first that takes the workload
-    plans   schedules.backward.Plans; None: the family's seeds
-    order   in which dQ is summed, a key of schedules.backward.FAMILIES
-    operands  names of tensors behind the scale whose gradients are made, too
-    measured  figures for the manifest, with where they come from
+
+def build_gradient(family, workload, plans, arch, archs, place, strided, operands, measured, tuned):
+    """Kernel of gradients, as `build_kernel` of a plan; operands are schedules.backward.Operands."""
+    toolkit, compiling = compiler(arch, archs, backward.compiler_options(family, plans))
+    with compiling as log:
+        module = backward.build(family, workload, plans, arch, place, strided)
+    compiled = log.kernels if log else ()
+    if operands.names:
+        with compiler(arch, archs, operands.family.compiler_options(operands.plan))[1] as log:
+            module.import_module(backward.build_operands(workload, operands, arch, place, strided))
+        compiled = *compiled, *(log.kernels if log else ())
+    runs_later = portable(arch, lambda row: backward.fit(family, workload, plans, row, operands))
+    variant = gradient_variant(module, family, arch, plans, strided, operands, kernels=compiled, measured=measured, portable=runs_later)
+    return Kernel(replace(variant, tuned=tuned), toolkit)
+
+
+def build_gradients(workload, arch, archs=(), place=1, gradients=(), operands=()):
+    """Kernels of the gradients of a workload, lowered for `arch`: one of each plan, or where views with strides have one of their own, two.
+
+    archs      further architectures, as in `build_kernel`
+    place      of the first among the artefact's variants for gradients
+    gradients  Gradients, several as in `build_kernels`; none: the default ones
+    operands   names of tensors behind the scale whose gradients are made, too
     """
     operands = backward.operands(workload, operands, arch)
-    family = family or backward.taker(workload, arch, order)
-    plans = plans or backward.default_plans(family, workload, arch)
-    runs_later, kernels = portable(arch, lambda row: backward.fit(family, workload, plans, row, operands)), []
-    for number, strided in enumerate(family.STRIDED, place):
-        toolkit, compiling = compiler(arch, archs, backward.compiler_options(family, plans))
-        with compiling as log:
-            module = backward.build(family, workload, plans, arch, number, strided)
-        compiled = log.kernels if log else ()
-        if operands.names:
-            with compiler(arch, archs, operands.family.compiler_options(operands.plan))[1] as log:
-                module.import_module(backward.build_operands(workload, operands, arch, number, strided))
-            compiled = *compiled, *(log.kernels if log else ())
-        figures = measured if strided == family.STRIDED[0] else None  # what the tuner measures
-        kernels.append(Kernel(gradient_variant(module, family, arch, plans, strided, operands, kernels=compiled, measured=figures,
-                                               portable=runs_later), toolkit))
-    return kernels
+    gradients = gradients or (default_gradients(workload, arch),)
+
+    def kinds(it):
+        return [(backward.family_named(it.order, it.family), it.plan, strided)
+                for strided in backward.family_named(it.order, it.family).STRIDED]
+
+    def figures(family, plan, strided):  # of what the tuner measures
+        return next((it.measured for it in gradients if (it.family, it.plan, strided) == (family.NAME, plan, family.STRIDED[0])), None)
+    return [build_gradient(family, workload, plan, arch, archs, number, strided, operands, figures(family, plan, strided), tuned)
+            for number, ((family, plan, strided), tuned) in enumerate(merged(gradients, kinds), place)]
 
 
 def write_artefact(kernels, workload, path, seed=0, gradients=()):
@@ -164,11 +212,11 @@ def write_artefact(kernels, workload, path, seed=0, gradients=()):
     return export_artefact(variants, workload, path, manifest, cases, backward_variants)
 
 
-def build_artefact(family_name, workload, plan, arch, path, measured=None, gradients=None):
-    """Build a plan and write it as an artefact, with Gradients, if any; the path of the .so. Takes and returns what another process can be
-    sent."""
-    kernels = build_kernels(registry.family_named(family_name), workload, plan, arch, measured=measured)
-    return write_artefact(kernels, workload, path, gradients=gradients.build(workload, arch) if gradients else ())[0]
+def build_artefact(plans, workload, arch, path, gradients=()):
+    """Build some Planned and write them as an artefact, with Gradients, if any; the path of the .so. Takes and returns what another process
+    can be sent."""
+    of_gradients = build_gradients(workload, arch, gradients=gradients) if gradients else ()
+    return write_artefact(build_kernels(plans, workload, arch), workload, path, gradients=of_gradients)[0]
 
 
 def build_artefacts(jobs):

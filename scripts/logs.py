@@ -15,7 +15,7 @@ import tvm_ffi
 from schedules.tuning.log import MEASURED, RUN, Log, LogError
 from schedules.tuning.merge import check, merge, read
 from schedules.tuning.nearest import machine_of
-from schedules.tuning.subjects import subject_named
+from schedules.tuning.records import log_at
 from scripts import cli, options
 
 
@@ -36,10 +36,10 @@ def run(args):
     if not output.parent.is_dir() or output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise cli.UsageError(f"--output must be a new folder inside one that exists, found {args.output!r}: name another")
     cli.echo(command="logs merge", logs=args.logs, output=args.output)
-    places = {}  # (device, name of what was tuned) -> Sources
+    places = {}  # (device, name of the log) -> Sources
     for root in roots:
         for place in _places(root):
-            places.setdefault((place.slug, place.subject.name), []).append(read(place))
+            places.setdefault((place.slug, place.name), []).append(read(place))
     for sources in places.values():
         check(sources, {"tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__})
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".merging-") as scratch:
@@ -57,16 +57,16 @@ def _places(root):
         machine = machine_of(folder)
         if machine is None:
             raise LogError(f"{folder} must have a {RUN}, found none: end a session of tune there first")
-        yield Log(root, machine.slug, subject_named(folder.name), machine.arch)
+        yield log_at(folder, machine.arch)
 
 
 def _put(sources, root):
     """Write Sources together under a root; what came of it, for people."""
     first = sources[0].log
-    best = merge(sources, Log(root, first.slug, first.subject, first.arch))
+    best = merge(sources, Log(root, first.slug, first.subject, first.arch, first.bucket))
     total = sum(len(source.known) for source in sources)
     plans = len(set().union(*(source.known for source in sources)))
-    return (f"{first.slug}/{first.subject.name}: {plans} plans of {len(sources)} logs, {total - plans} duplicates dropped; "
+    return (f"{first.slug}/{first.name}: {plans} plans of {len(sources)} logs, {total - plans} duplicates dropped; "
             + ("no best plan, since each log's was refused by another" if best is None else
                f"best {1e3 * best.run['best']['seconds']:.4f} ms by {best.run['best'].get('measured')}, of {best.log.path.parent.parent}"))
 

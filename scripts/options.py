@@ -2,12 +2,13 @@
 import argparse
 
 from schedules import backward, registry
+from schedules.buckets import bucket_named, nearest
 from schedules.tuning.log import data_of
-from schedules.tuning.nearest import Machine, date_of, gains_of, nearest_record, told
-from schedules.tuning.records import ForeignLog, NoRecord, best_record
+from schedules.tuning.nearest import Machine, date_of, gains_of, nearest_records, told
+from schedules.tuning.records import ForeignLog, NoRecord, best_records
 from schedules.tuning.subjects import ForwardPass, subject_of
 from scripts import cli
-from scripts.kernels import Gradients
+from scripts.kernels import Gradients, Planned, default_gradients
 
 #: What `--workload auto` means: the commonest case of a GPU, and the one that a CPU is good at.
 AUTO_WORKLOAD = {"cuda": "d128_f16_causal", "cpu": "d64_f32_causal"}
@@ -36,6 +37,14 @@ def seed(text):
     if not 0 <= value < 2**31:
         raise argparse.ArgumentTypeError(f"a whole number from 0 to 2^31 - 1 is wanted, found {text}")
     return value
+
+
+def lengths(text):
+    """Type of lengths: the schedules.buckets.Bucket of 512 or 1x8192."""
+    try:
+        return bucket_named(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_logs(group):
@@ -76,18 +85,17 @@ def device_meant(args, device):
     return device if named in (None, device.slug) else cli.device_named(named, device.arch)
 
 
-def tuned_plan(args, device, workload):
-    """(family, plan, figures for a manifest) of the best record; LogError or UsageError where there is none that counts."""
+def tuned_plans(args, device, workload):
+    """[Planned, ...] of the best records, one for each bucket of lengths; LogError or UsageError where there is none that counts."""
     device = device_meant(args, device)
     if device.slug is None:
         raise cli.UsageError(f"a tuned plan belongs to a device, found {device.description}: name one with --gpu, or use --plan default")
-    family, plan, figures = _of_device(args, device, workload)
-    return registry.family_named(family), plan, figures
+    return [Planned(*found) for found in _of_device(args, device, workload)]
 
 
 def _of_device(args, device, workload, order=None):
-    """(name of the family, plan, figures for a manifest) of the best record of a device; where nothing was tuned on it, and enough is known
-    of it, of the nearest one, which is said. Of gradients where an order is given."""
+    """[(name of the family, plan, figures for a manifest), ...] of the best records of a device, one for each bucket; where nothing was
+    tuned on it, and enough is known of it, of the nearest one, which is said. Of gradients where an order is given."""
     try:
         return _on_record(args, device.slug, workload, device.arch, order)
     except NoRecord as error:
@@ -100,20 +108,21 @@ def _borrowed(args, device, subject, error):
     """The same of the nearest device; an error that says of both that there is none."""
     logs = cli.log_folder(args.logs)
     try:
-        found = nearest_record(logs, subject, Machine(device.slug, device.arch, device.gpu))
+        lent = nearest_records(logs, subject, Machine(device.slug, device.arch, device.gpu))
     except NoRecord as none:
         raise NoRecord(f"{error}; {none}") from error
-    for sentence in found.passed_over:
+    for sentence in lent[0].passed_over:
         print(sentence)
-    print(f"the plan of {subject.name} was measured on {found.lender}, {found.date}, and is borrowed for {device.slug}, on which it was "
-          f"not tuned: {told(gains_of(logs, found.lender, subject.order))}", flush=True)
-    family, plan, figures = _described(found.record, found.lender, subject)
-    return family, plan, {**figures, "borrowed_for": device.slug}
+    print(f"the plan of {subject.name} was measured on {lent[0].lender}, {lent[0].date}, and is borrowed for {device.slug}, on which it "
+          f"was not tuned: {told(gains_of(logs, lent[0].lender, subject.order))}", flush=True)
+    described = (_described(it.record, it.lender, subject) for it in lent)
+    return [(family, plan, {**figures, "borrowed_for": device.slug}) for family, plan, figures in described]
 
 
 def _on_record(args, slug, workload, arch, order=None):
     """As `_of_device`, of that device alone."""
-    return _described(best_record(cli.log_folder(args.logs), slug, workload, arch, order), slug, subject_of(workload, order))
+    subject = subject_of(workload, order)
+    return [_described(record, slug, subject) for record in best_records(cli.log_folder(args.logs), slug, workload, arch, order)]
 
 
 def _described(record, slug, subject):
@@ -124,9 +133,10 @@ def _described(record, slug, subject):
 
 def _first_on_record(args, workload, arch, order=None):
     """The same of the first device, by name, that has a log for the architecture; None where none has."""
-    for folder in sorted(cli.log_folder(args.logs).glob(f"*/{subject_of(workload, order).name}")):
+    name = subject_of(workload, order).name
+    for slug in sorted({path.parent.name for end in ("", "@*") for path in cli.log_folder(args.logs).glob(f"*/{name}{end}")}):
         try:
-            return _on_record(args, folder.parent.name, workload, arch, order)
+            return _on_record(args, slug, workload, arch, order)
         except (ForeignLog, NoRecord):
             continue
     return None
@@ -154,49 +164,52 @@ def default_plan(args, device, workload):
 def further_plan(args, workload, arch):
     """(family, plan, figures or None) of an architecture besides the target.
 
-    With --plan best the tuned plan of the first device, by name, that has a log for it; else the seed of the first family that takes the
-    workload.
+    With --plan best the tuned plan of the first device, by name, that has a log for it, of its first bucket; else the seed of the first
+    family that takes the workload.
     """
     found = _first_on_record(args, workload, arch) if args.plan == "best" else None
     if found is not None:
-        return registry.family_named(found[0]), *found[1:]
+        name, plan, figures = found[0]
+        return registry.family_named(name), plan, figures
     family = registry.takers(workload, arch)[0]
     return family, family.default_plan(workload, arch), None
 
 
-def chosen_plan(args, device, workload):
-    """(family, plan, figures or None) by --plan and --family."""
+def chosen_plans(args, device, workload):
+    """[Planned, ...] by --plan and --family: the tuned ones, one for each bucket of lengths, or the seed."""
     if args.plan == "default":
-        return *default_plan(args, device, workload), None
-    family, plan, figures = tuned_plan(args, device, workload)
-    if args.family not in (None, family.NAME):
-        raise cli.UsageError(f"--plan best takes the log's best plan, found one of {family.NAME} and --family {args.family}: "
+        family, plan = default_plan(args, device, workload)
+        return [Planned(family.NAME, plan)]
+    plans = tuned_plans(args, device, workload)
+    for found in {it.family for it in plans} - {args.family} if args.family else ():
+        raise cli.UsageError(f"--plan best takes the log's best plan, found one of {found} and --family {args.family}: "
                              "use --plan default, or leave --family out")
-    return family, plan, figures
+    return plans
 
 
-def default_gradients(workload, arch, order):
-    """Gradients by the default plans of the first family that takes the workload."""
-    family = backward.taker(workload, arch, order)
-    return Gradients(order, family.NAME, backward.default_plans(family, workload, arch))
+def taken(plans, bucket):
+    """Of some Planned, the one that an artefact of them takes for calls with the lengths of a schedules.buckets.Bucket."""
+    by_bucket = {it.bucket: it for it in plans}
+    return plans[0] if len(plans) == 1 else by_bucket[nearest(by_bucket, bucket.q_len, bucket.kv_len)]
 
 
 def tuned_gradients(args, device, workload):
-    """Gradients of the best record of a device, or where none is named of the first one that has a log for the architecture; LogError."""
+    """[Gradients, ...] of the best records of a device, one for each bucket of lengths, or where none is named of the first one that has a
+    log for the architecture; LogError."""
     arch, order = device.arch, args.backward
     found = _of_device(args, device, workload, order) if device.slug else _first_on_record(args, workload, arch, order)
     if found is None:
         raise NoRecord(f"a record of {subject_of(workload, order).name} for {arch.name} was wanted, found none in "
                        f"{cli.log_folder(args.logs)}")
-    return Gradients(order, *found)
+    return [Gradients(*each, order) for each in found]
 
 
 def chosen_gradients(args, device, workload):
-    """Gradients by --plan: those on record, or where nothing was tuned, which is said, by the default plans. A record that no longer fits
-    is a LogError."""
+    """[Gradients, ...] by --plan: those on record, or where nothing was tuned, which is said, by the default plans. A record that no longer
+    fits is a LogError."""
     if args.plan == "best":
         try:
             return tuned_gradients(args, device, workload)
         except NoRecord as error:
             print(f"gradients by their default plans: {error}", flush=True)
-    return default_gradients(workload, device.arch, args.backward)
+    return [default_gradients(workload, device.arch, args.backward)]

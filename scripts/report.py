@@ -38,15 +38,16 @@ def folders_of(logs, names):
 
 
 def name_of(text):
-    """Name of a log's folder: of a preset that of its workload; of gradients their own."""
-    return text if text.startswith("bwd_") else cli.parse_workload(text).name
+    """Name of a log's folder: of a preset that of its workload, with a bucket where there is one; of gradients their own."""
+    workload, *bucket = text.split("@", 1)
+    return text if text.startswith("bwd_") else "@".join([cli.parse_workload(workload).name, *bucket])
 
 
 def make_parser():
     parser = options.parser("report", __doc__)
     options.add_logs(parser)
     parser.add_argument("--workload", nargs="+", default=[], help="a preset such as d64_f32_full, or a log's name such as "
-                        "fwd_d192_dv128_f16_causal or bwd_d128_dv128_f16_full+any-order; none: all logs")
+                        "fwd_d192_dv128_f16_causal, d64_f32_full@512x512 or bwd_d128_dv128_f16_full+any-order; none: all logs")
     parser.add_argument("--output", type=Path, default=None, help=f"the file for the page of one log; None: {REPORT} in the log's folder")
     return parser
 

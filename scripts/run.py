@@ -27,6 +27,8 @@ FORWARD, MANIFEST = "flash_attention_forward", "flash_attention_manifest"
 BACKWARD = "flash_attention_backward"
 #: Behind the name of a call, the same by a variant of one's own choice: (its number in the manifest, then as that call).
 BY_VARIANT = "_variant"
+#: Likewise, where an artefact has plans of several lengths: (query rows, key rows) -> number of the bucket in the manifest that they take.
+BUCKET = "_bucket"
 #: Of the manifests that this file reads.
 SCHEMA = 3
 
@@ -208,6 +210,13 @@ def extra_arguments(known, numbers, shape, rng, device):
     return [tvm.runtime.tensor(tensor_for(argument), device) if argument["axes"] else next(numbers) for argument in known]
 
 
+def told_bucket(module, manifest, name, length):
+    """Where an artefact has plans of several lengths: which of them calls of a length take, as text."""
+    buckets = (manifest if name == FORWARD else manifest["backward"]).get("buckets")
+    taken = buckets[module[name + BUCKET](length, length)] if buckets else None
+    return f", plan of {taken['q_len']}x{taken['kv_len']}" if taken else ""
+
+
 def measure(module, manifest, shape, numbers, seed, repeat, device):
     """[(what a call is, its median and spread in milliseconds)] on random data of one shape (batch, heads, key heads, queries, keys) with
     these numbers behind the scale: the forward pass, gradients, and these with those of tensors behind the scale."""
@@ -238,7 +247,7 @@ def measure(module, manifest, shape, numbers, seed, repeat, device):
     for label, name, arguments in calls:  # the forward pass first, whose out and lse the other takes
         timer = module.time_evaluator(name, device, number=1, repeat=repeat, min_repeat_ms=20)
         times = [1e3 * seconds for seconds in timer(*arguments).results]
-        found.append((label, statistics.median(times), min(times), max(times)))
+        found.append((label + told_bucket(module, manifest, name, q_len), statistics.median(times), min(times), max(times)))
     return found
 
 
@@ -285,6 +294,10 @@ def run(args):
         measured = variant["measured"] or {}
         lent = f", borrowed: measured on {measured['device']}, {measured['date']}" if "borrowed_for" in measured else ""
         print(f"{args.artefact}: {what} for {target['lowered_for']}{code}, family {variant['family']}, {plan}{lent}")
+    for what, part in (("", manifest), ("backward, ", manifest.get("backward") or {})):
+        for it in part.get("buckets", ()):
+            print(f"  {what}lengths near {it['q_len']}x{it['kv_len']}: {it['family']}, {text_of(it['plan'])}, tuned on "
+                  f"{it['measured']['device']}, {1e3 * it['measured']['seconds']:.3f} ms")
     device = tvm.runtime.device(kind, 0)
     if not device.exist:
         raise RunError(f"the artefact needs a {kind} device, found none: run it where there is one")

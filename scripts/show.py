@@ -12,10 +12,9 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 
-from schedules import build, split_kv
+from schedules import build, registry, split_kv
 from schedules.nest import excerpt, loop_nest
 from schedules.plan import Plan, PlanError, paper_tile
-from schedules.registry import declines
 from scripts import cli, options
 from scripts.kernels import build_kernel
 from te_defs.workload import Workload
@@ -25,13 +24,15 @@ ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Subject:
-    """What is shown: a plan of a family for a workload on an architecture, and the blocks that nests are cut down to."""
+    """What is shown: a plan of a family for a workload on an architecture, the blocks that nests are cut down to, and the Planned of all
+    buckets of lengths where there are several."""
 
     workload: Workload
     arch: object
     family: object
     plan: Plan
     blocks: tuple
+    plans: tuple = ()
 
     @cached_property
     def kernel(self):
@@ -43,8 +44,13 @@ class Subject:
 
 def show_plan(it):
     """Who takes the workload and why others do not; the plan with its budget; the paper's rule for tiles beside it."""
-    for name, reason in declines(it.workload, it.arch).items():
+    for name, reason in registry.declines(it.workload, it.arch).items():
         yield f"{name:<10}{'takes it' if reason is None else 'declines: ' + reason}"
+    if it.plans:
+        yield "\nan artefact holds what was tuned at several lengths; a call takes what is nearest:"
+    for other in it.plans:
+        shown = (other.family, other.plan) == (it.family.NAME, it.plan)
+        yield f"  {str(other.bucket):<12}{other.family}: {other.plan}{', shown below' * shown}"
     yield f"\n{it.family.NAME}: {it.plan}\n{it.family.budget(it.workload, it.arch, it.plan).table()}"
     yield f"tile shapes to search: {len(it.family.tile_choices(it.workload, it.arch))}; knobs of this one: " + ", ".join(
         f"{name} in {candidates}" for name, candidates in it.family.knobs(it.workload, it.arch, it.plan).items())
@@ -127,6 +133,8 @@ def make_parser():
     options.add_what(parser)
     options.add_plan(parser)
     parser.set_defaults(plan="default")
+    parser.add_argument("--length", type=options.lengths, default=None, help="show the plan that calls of these lengths take, "
+                        "query and key rows or query rows x key rows, such as 512 or 1x8192; None: that of the first log")
     parser.add_argument("--blocks", nargs="*", default=[], help="show the lines of the nests that lead to these blocks; none: all lines")
     return parser
 
@@ -138,15 +146,16 @@ def run(args):
     device = cli.find_device(args.target)
     workload = options.workload_of(args.workload, device)
     if args.family in NESTS_ONLY:
-        family = NESTS_ONLY[args.family]
+        family, plans = NESTS_ONLY[args.family], []
         plan, name = family.DEFAULT, args.family
         if not set(args.sections) <= {"nests", "tir"}:
             raise cli.UsageError(f"{name} has sections nests and tir, found {', '.join(args.sections)}: name one of these")
     else:
-        family, plan, _ = options.chosen_plan(args, device, workload)
-        name = family.NAME
+        plans = options.chosen_plans(args, device, workload)
+        chosen = options.taken(plans, args.length) if args.length else plans[0]
+        family, plan, name = registry.family_named(chosen.family), chosen.plan, chosen.family
     cli.echo(command="show", device=device.description, workload=workload.name, family=name, plan=str(plan), sections=args.sections)
-    subject = Subject(workload, device.arch, family, plan, tuple(args.blocks))
+    subject = Subject(workload, device.arch, family, plan, tuple(args.blocks), tuple(plans if len(plans) > 1 else ()))
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that it ends quietly in front of `head`
     for name in args.sections:
         for text in SECTIONS[name](subject):

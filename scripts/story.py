@@ -16,8 +16,8 @@ from schedules.arch import CpuArch, cuda_arch
 from schedules.nest import loop_nest
 from schedules.plan import PlanError
 from schedules.roofline import limits_of, work_of
-from schedules.tuning.log import MEASURED, RUN, DamagedLog, Log, LogError, Outcome, check_run, read_json, shape_of
-from schedules.tuning.subjects import subject_named
+from schedules.tuning.log import MEASURED, RUN, DamagedLog, LogError, Outcome, check_run, read_json, shape_of
+from schedules.tuning.records import log_at
 from te_defs.workload import Shape
 
 #: What differs between refusals for one and the same reason: the numbers in it.
@@ -210,7 +210,6 @@ def read_story(folder):
     run, measured = read_json(folder / RUN), read_json(folder / MEASURED)
     if run is None and measured is None:
         raise LogError(f"a tuning log was wanted, found neither {RUN} nor {MEASURED} in {folder}: name one that scripts.tune has written")
-    subject = subject_named(folder.name)
     if run is not None:
         check_run(folder / RUN, run)
     try:
@@ -219,13 +218,13 @@ def read_story(folder):
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedLog(f"{folder / RUN if run else folder / MEASURED} must name a target and a shape, found something else ({error!r}): "
                          "restore or delete it") from error
-    log = Log(folder.parent.parent, folder.parent.name, subject, arch or _Named(head["arch"]))
-    known, _ = log.read_measured(subject.members(), shape)
+    log = log_at(folder, arch or _Named(head["arch"]))
+    known, _ = log.read_measured(log.subject.members(), shape)
     entries = list(known.items())
     if all(outcome.after is not None for _, outcome in entries):
         entries.sort(key=lambda entry: entry[1].after)
     candidates = tuple(Candidate(number, *key, outcome) for number, (key, outcome) in enumerate(entries, 1))
-    return Story(log.slug, subject, log.read_run(), arch, shape, candidates, _benches(folder.parent))
+    return Story(log.slug, log.subject, log.read_run(), arch, shape, candidates, _benches(folder.parent))
 
 
 @dataclass(frozen=True)

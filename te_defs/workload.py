@@ -191,10 +191,12 @@ def flops(workload, shape):
     return 2 * shape.batch * shape.q_heads * kept * (workload.head_dim + workload.value_dim)
 
 
-def standard_shape(workload, length, tokens=16384, hidden=2048):
-    """The field's benchmark shape: `tokens` tokens in all, `hidden` / D heads with keys of their own, the mask's first sample."""
+def standard_shape(workload, q_len, tokens=16384, hidden=2048, kv_len=None):
+    """The field's benchmark shape: `tokens` queries in all, or keys where these are more, `hidden` / D heads with keys of their own, the
+    mask's first sample; as many keys as queries where their number is not given."""
+    kv_len = q_len if kv_len is None else kv_len
     heads = max(hidden // workload.head_dim, 1)
-    return Shape(max(tokens // length, 1), heads, heads, length, length, workload.mask_class.samples[0])
+    return Shape(max(tokens // max(q_len, kv_len), 1), heads, heads, q_len, kv_len, workload.mask_class.samples[0])
 
 
 #: The workloads that the tuner knows by a short name.

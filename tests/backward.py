@@ -6,11 +6,12 @@ import numpy as np
 import tvm
 import tvm_ffi
 
+from schedules import backward
 from schedules.artefact.export import export_artefact
 from schedules.build import compiled
 from schedules.families import cpu, delta, simt
 from schedules.lowering.cuda_compile import cuda_compiler
-from scripts.kernels import answer_gradients, build_gradients
+from scripts.kernels import Gradients, answer_gradients, build_gradients
 from te_defs import reference
 from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
 from te_defs.fused_backward import attention_dk_dv_dq, attention_dq_cast, sum_tiles
@@ -155,7 +156,9 @@ def export_gradients(family, workload, arch, path, toolkit=None, operands=()):
     module = on_cuda(plain) if toolkit else named(plain)
     with cuda_compiler(toolkit, (arch.name,)) if toolkit else nullcontext() as log:
         forward = variant(tvm.compile(module, arch.target()), arch, log.kernels if log else ())
-    variants = [kernel.variant for kernel in build_gradients(workload, arch, family=family, operands=operands)]
+    order = next(order for order, families in backward.FAMILIES.items() if family in families)
+    gradients = Gradients(family.NAME, backward.default_plans(family, workload, arch), order=order)
+    variants = [kernel.variant for kernel in build_gradients(workload, arch, gradients=[gradients], operands=operands)]
     export_artefact([forward], workload, path, {}, (), variants)
 
 

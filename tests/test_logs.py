@@ -106,7 +106,7 @@ class TestMerge:
 
     def test_the_best_is_on_record_and_metaschedule_finds_it(self, roots):
         place, _ = merged(*roots)
-        record = records.best_record(place.path.parent.parent, SLUG, WORKLOAD, ARCH)
+        record, = records.best_records(place.path.parent.parent, SLUG, WORKLOAD, ARCH)
         best = min((log.read_json(folder(root) / log.RUN)["best"] for root in roots), key=lambda best: best["seconds"])
         assert record.seconds == best["seconds"] and record.plan == StandInPlan(**best["plan"])
         space = next(space for space in session().spaces if space.owns("stand_in", record.plan))
@@ -149,7 +149,7 @@ class TestMerge:
         place, text = merged(a, b)
         assert "no best plan, since each log's was refused by another" in text
         with pytest.raises(records.NoRecord):
-            records.best_record(place.path.parent.parent, SLUG, WORKLOAD, ARCH)
+            records.best_records(place.path.parent.parent, SLUG, WORKLOAD, ARCH)
 
 
 class TestRefused:

@@ -16,7 +16,7 @@ from schedules.artefact.cases import check_cases
 from schedules.build import build, schedule
 from schedules.families import cpu, mma, simt, wgmma
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
-from scripts.kernels import build_artefact
+from scripts.kernels import Planned, build_artefact
 from te_defs import reference
 from te_defs.flash_attention import flash_attention_forward
 from te_defs.masks import MASKS
@@ -68,7 +68,7 @@ def test_seeds_compile(toolkit, family, dtype, arch, dims, mask):
 def exported(tmp_path_factory):
     """Path of an artefact of the window mask for this CPU."""
     path = tmp_path_factory.mktemp("masks") / "window.so"
-    return build_artefact("cpu", WINDOW, cpu.default_plan(WINDOW, HERE), HERE, path)
+    return build_artefact([Planned("cpu", cpu.default_plan(WINDOW, HERE))], WINDOW, HERE, path)
 
 
 class TestArguments:

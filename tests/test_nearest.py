@@ -10,10 +10,11 @@ from schedules.arch import GPUS, cpu_arch, cuda_arch
 from schedules.families import cpu, cpu_backward, simt
 from schedules.tuning import nearest, records
 from schedules.tuning.log import MEASURED, RUN, Log, Outcome, data_of
-from schedules.tuning.nearest import Gain, Machine, gains_of, nearest_record, start_plans, told
+from schedules.tuning.nearest import Gain, Machine, gains_of, nearest_records, start_plans, told
 from schedules.tuning.search import Limits
 from schedules.tuning.subjects import BackwardPass, ForwardPass
 from scripts import bench, cli, options, tune
+from scripts.kernels import Planned
 from te_defs.workload import Shape, Workload
 from tests import stand_in
 from tests.commands import command
@@ -56,7 +57,7 @@ def lend(tmp_path, monkeypatch, declaration):
 
 
 def lender_of(lend, here=HERE, slug="here"):
-    return nearest_record(lend.root, SUBJECT, Machine(slug, here)).lender
+    return nearest_records(lend.root, SUBJECT, Machine(slug, here))[0].lender
 
 
 class TestOrder:
@@ -117,7 +118,7 @@ class TestBadInput:
         with pytest.raises(records.NoRecord, match=f"no device like here lends one of {WORKLOAD.name}; near-8c is passed over: .*{reason}"):
             lender_of(lend)
         lend("far-64c", cpu_arch("otherlake", 256, 64))
-        found = nearest_record(lend.root, SUBJECT, Machine("here", HERE))
+        found, = nearest_records(lend.root, SUBJECT, Machine("here", HERE))
         assert (found.lender, found.record.plan, found.date) == ("far-64c", PLAN, "2026-11-30")
         sentence, = found.passed_over
         assert sentence.startswith("near-8c is passed over: ")
@@ -132,7 +133,7 @@ class TestBadInput:
         lend("far-64c", cpu_arch("otherlake", 256, 64))
         path = lend("near-8c", cpu_arch("otherlake", 256, 8)).path / RUN
         path.write_text(text(json.loads(path.read_text())))
-        found = nearest_record(lend.root, SUBJECT, Machine("here", HERE))
+        found, = nearest_records(lend.root, SUBJECT, Machine("here", HERE))
         assert found.lender == "far-64c" and reason in found.passed_over[0]
 
     def test_a_gpu_that_tells_nonsense_is_only_far(self, lend):
@@ -141,7 +142,7 @@ class TestBadInput:
 
     def test_no_folder_of_logs_is_no_lender(self, tmp_path):
         with pytest.raises(records.NoRecord):
-            nearest_record(tmp_path / "nowhere", SUBJECT, Machine("here", HERE))
+            nearest_records(tmp_path / "nowhere", SUBJECT, Machine("here", HERE))
 
 
 class TestPlansOnAnotherMachine:
@@ -154,7 +155,7 @@ class TestPlansOnAnotherMachine:
             "workload": subject.name, "arch": "otherlake", "device": {"slug": "lender", "cpu": asdict(self.LARGE)}, "shape": data_of(SHAPE),
             "best": {"family": family.NAME, "plan": plan.values(), "seconds": 1e-3, "declaration": subject.declaration_of(key, self.LARGE)},
             "sessions": []})
-        return nearest_record(tmp_path, subject, Machine("here", here))
+        return nearest_records(tmp_path, subject, Machine("here", here))[0]
 
     def test_takes_the_threads_that_are_here(self, tmp_path):
         plan = cpu.default_plan(WORKLOAD, self.LARGE)
@@ -216,7 +217,7 @@ class TestSearch:
     def test_begins_with_the_best_of_the_lender_that_fit(self, lend):
         place = self.lent(lend)
         parts = {None: spaces()}
-        found = nearest_record(lend.root, SUBJECT, Machine("here", HERE))
+        found, = nearest_records(lend.root, SUBJECT, Machine("here", HERE))
         keys = [("stand_in", plan) for plan in (PLAN, PLAN.but(lanes=8, spare=1), PLAN.but(lanes=4, spare=1))]
         assert start_plans(found, parts) == {None: keys}
         assert start_plans(found, {None: spaces()[:1]}) == {None: []}
@@ -228,7 +229,7 @@ class TestSearch:
         device = cli.Device("cpu", HERE, "here", "here")
         place = Log(lend.root, "here", SUBJECT, HERE)
         lend("damaged-8c", HERE, declaration="1")
-        hints = tune.lent_plans(place, {None: spaces()}, device)
+        hints = tune.lent_plans(place, {None: spaces()}, SHAPE, device)
         passed, begun = capsys.readouterr().out.splitlines()
         assert passed.startswith("damaged-8c is passed over: ")
         assert begun == f"{WORKLOAD.name}: the search begins with 3 plans that were best on near-8c, 2026-11-30"
@@ -237,7 +238,7 @@ class TestSearch:
         tried = [plan for plan, whole in builder.begun if not whole][:4]
         assert set(tried[:4]) == {stand_in.default_plan(WORKLOAD, HERE), *(plan for _, plan in hints[None])}
         assert {known["stand_in", plan].seconds for plan in tried} == {outcome_of(plan).seconds for plan in tried}
-        assert tune.lent_plans(Log(lend.root / "none", "here", SUBJECT, HERE), {None: spaces()}, device) == {}
+        assert tune.lent_plans(Log(lend.root / "none", "here", SUBJECT, HERE), {None: spaces()}, SHAPE, device) == {}
 
 
 class TestCommands:
@@ -248,9 +249,9 @@ class TestCommands:
         lend("near-8c", cpu_arch("otherlake", 256, 8), **in_turns((1.0, 2.0, 3.0), (3.5, 4.0, 9.0)))
         lend("nearer-8c", HERE, declaration="1")
         device = cli.Device("cpu", HERE, "here", "here")
-        family, plan, figures = options.tuned_plan(self.args(lend.root), device, WORKLOAD)
-        assert (family, plan) == (stand_in, PLAN)
-        assert figures == {"seconds": 1e-3, "shape": data_of(SHAPE), "device": "near-8c", "date": "2026-11-30",
+        found, = options.tuned_plans(self.args(lend.root), device, WORKLOAD)
+        assert (found.family, found.plan) == ("stand_in", PLAN)
+        assert found.measured == {"seconds": 1e-3, "shape": data_of(SHAPE), "device": "near-8c", "date": "2026-11-30",
                            "record": f"near-8c/{WORKLOAD.name}", "borrowed_for": "here"}
         passed, sentence = capsys.readouterr().out.splitlines()
         assert passed.startswith("nearer-8c is passed over: ")
@@ -260,24 +261,25 @@ class TestCommands:
     def test_a_plan_of_ones_own_is_not(self, lend, capsys):
         lend("near-8c", cpu_arch("otherlake", 256, 8))
         lend("here", HERE)
-        figures = options.tuned_plan(self.args(lend.root), cli.Device("cpu", HERE, "here", "here"), WORKLOAD)[2]
+        found, = options.tuned_plans(self.args(lend.root), cli.Device("cpu", HERE, "here", "here"), WORKLOAD)
+        figures = found.measured
         assert figures["device"] == "here" and "borrowed_for" not in figures and capsys.readouterr().out == ""
 
     def test_one_of_ones_own_that_no_longer_fits_is_refused_not_replaced(self, lend):
         lend("near-8c", cpu_arch("otherlake", 256, 8))
         lend("here", HERE, declaration="1")
         with pytest.raises(records.StaleRecord):
-            options.tuned_plan(self.args(lend.root), cli.Device("cpu", HERE, "here", "here"), WORKLOAD)
+            options.tuned_plans(self.args(lend.root), cli.Device("cpu", HERE, "here", "here"), WORKLOAD)
 
     def test_a_device_that_is_only_named_borrows_nothing_unless_it_is_known(self, lend, monkeypatch):
         lend("near-8c", cpu_arch("otherlake", 256, 8))
         with pytest.raises(records.NoRecord, match="a record of .* for somewhere was wanted, found none in .*: run python -m scripts.tune"):
-            options.tuned_plan(self.args(lend.root, gpu="somewhere"), cli.Device("cpu", HERE, "here", "here"), WORKLOAD)
+            options.tuned_plans(self.args(lend.root, gpu="somewhere"), cli.Device("cpu", HERE, "here", "here"), WORKLOAD)
         device = cli.Device("cuda", HOPPER, None, "sm_90a, of which this machine has none", is_here=False)
-        monkeypatch.setattr(options, "nearest_record", lambda *what: pytest.fail("it borrows"))
+        monkeypatch.setattr(options, "nearest_records", lambda *what: pytest.fail("it borrows"))
         for slug in ("nvidia-h2000", "nvidia-a30"):
             with pytest.raises(records.NoRecord):
-                options.tuned_plan(self.args(lend.root, gpu=slug), device, WORKLOAD)
+                options.tuned_plans(self.args(lend.root, gpu=slug), device, WORKLOAD)
 
     def test_a_gpu_that_is_known_borrows_from_the_nearest(self):
         shown = command("show", "plan", "--workload", "d64_f16_full", "--plan", "best", "--gpu", "nvidia-h100-pcie", "--target", "sm_90a",
@@ -306,10 +308,11 @@ class TestCommands:
         row = {"workload": "w", "length": 8, "batch": 1, "heads": 2, "tflops": 1.0, "ours_over_this": 1.0, "of_peak": None,
                "of_exp_bound": None, "mhz": None, "watts": None}
         rows = [{**row, "contestant": "default", "ms": 2.0}, {**row, "contestant": "tuned", "ms": 1.0}]
-        assert bench.labelled(rows, None) == rows and "tuned on" not in bench.table(rows)
+        lent = [Planned("cpu", None, {"device": "nvidia-h200", "borrowed_for": "here", "shape": {"q_len": 8, "kv_len": 8}})]
+        assert bench.labelled(rows, None, 8) == rows and "tuned on" not in bench.table(rows)
         own = [{**it, "workload": "own"} for it in rows]
         untuned = [{**rows[0], "workload": "untuned"}]
-        head, *lines = bench.table([*bench.labelled(rows, "nvidia-h200"), *own, *untuned]).splitlines()
+        head, *lines = bench.table([*bench.labelled(rows, lent, 8), *own, *untuned]).splitlines()
         assert head.endswith("tuned on") and [line.split()[-1] for line in lines] == ["nvidia-h200", "device", "-"]
-        assert [line.split()[6:-6] for line in bench.peer_table(bench.labelled(rows, "nvidia-h200")).splitlines()[1:]] == [
+        assert [line.split()[6:-6] for line in bench.peer_table(bench.labelled(rows, lent, 8)).splitlines()[1:]] == [
             ["default"], ["tuned", "on", "nvidia-h200"]]

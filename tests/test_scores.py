@@ -7,7 +7,7 @@ from tvm.target import codegen
 
 from schedules.arch import cpu_arch
 from schedules.families import cpu
-from scripts.kernels import answer, build_artefact
+from scripts.kernels import Planned, answer, build_artefact
 from te_defs import reference
 from te_defs.arguments import Operand
 from te_defs.evaluate import UnknownExpression, evaluate
@@ -157,7 +157,7 @@ def call(tmp_path_factory):
     """Function (workload, *arguments behind the scale) -> (out, lse) of one call."""
     folder, functions = tmp_path_factory.mktemp("scores"), {}
     for it in (BIASED, CAPPED):
-        path = build_artefact("cpu", it, cpu.default_plan(it, HERE), HERE, folder / f"{it.score}.so")
+        path = build_artefact([Planned("cpu", cpu.default_plan(it, HERE))], it, HERE, folder / f"{it.score}.so")
         functions[it] = tvm_ffi.load_module(str(path)).flash_attention_forward
 
     def make(it, *arguments):
@@ -207,7 +207,7 @@ class TestEntry:
             call(CAPPED, cap)
 
     def test_outputs_may_not_share_memory_with_them(self, call, tmp_path):
-        path = build_artefact("cpu", BIASED, cpu.default_plan(BIASED, HERE), HERE, tmp_path / "biased.so")
+        path = build_artefact([Planned("cpu", cpu.default_plan(BIASED, HERE))], BIASED, HERE, tmp_path / "biased.so")
         q, k, v = reference.make_inputs(BIASED, Shape(1, 1, 1, 32, 32))
         out, lse = np.full((1, 32, 1, 32), 7, "float16"), np.zeros((1, 1, 32), "float32")
         forward = tvm_ffi.load_module(str(path)).flash_attention_forward
@@ -216,7 +216,7 @@ class TestEntry:
         assert (out == 7).all()
 
     def test_an_artefact_has_one_kernel_for_all_scales(self, tmp_path):
-        path = build_artefact("cpu", CAPPED, cpu.default_plan(CAPPED, HERE), HERE, tmp_path / "capped.so")
+        path = build_artefact([Planned("cpu", cpu.default_plan(CAPPED, HERE))], CAPPED, HERE, tmp_path / "capped.so")
         inputs = reference.make_inputs(CAPPED, Shape(1, 2, 1, 20, 30))
         answers = reference.forward(CAPPED, *inputs, -0.5, (2.0,))
         found = answer(tvm_ffi.load_module(str(path)).flash_attention_forward, inputs, -0.5, (2.0,))

@@ -25,7 +25,7 @@ from schedules.lowering.toolkit import driver_version
 from schedules.nest import excerpt, loop_nest
 from schedules.registry import FAMILIES, family_named
 from scripts import bench, cli, options
-from scripts.kernels import build_artefact
+from scripts.kernels import Planned, build_artefact
 from te_defs.workload import Workload
 from tests.commands import command, imported
 from tests.source_alone import without_nvcc
@@ -314,7 +314,8 @@ class TestBench:
 
     def test_wrong_kernels_are_not_timed(self, tmp_path):
         full, causal, device = Workload(64, 64, "float32", "full"), Workload(64, 64, "float32", "causal"), cli.find_device("cpu")
-        path = build_artefact("cpu", full, family_named("cpu").default_plan(full, device.arch), device.arch, tmp_path / "full.so")
+        plan = family_named("cpu").default_plan(full, device.arch)
+        path = build_artefact([Planned("cpu", plan)], full, device.arch, tmp_path / "full.so")
         with pytest.raises(bench.WrongKernel, match=f"the tuned plan of {causal.name} fails check case even: O"):
             bench.load_checked("tuned", causal, device, path)
 
@@ -365,8 +366,8 @@ class TestReadme:
         args = accepted(shlex.split(found[1]))
         device = cli.find_device(args.target)
         workload = options.workload_of(args.workload, device)
-        family, plan, _ = options.chosen_plan(args, device, workload)
-        drawn = textwrap.indent(excerpt(loop_nest(build.schedule(family, workload, plan)), args.blocks), "    ") + "\n"
+        it, = options.chosen_plans(args, device, workload)
+        drawn = textwrap.indent(excerpt(loop_nest(build.schedule(family_named(it.family), workload, it.plan)), args.blocks), "    ") + "\n"
         if request.config.getoption("--update-nests"):
             NOTES.write_text(NOTES.read_text().replace(found[2], drawn))
         else:

@@ -14,7 +14,7 @@ from schedules import backward
 from schedules.arch import cpu_arch, cuda_arch
 from schedules.artefact.export import read_manifest
 from schedules.backward_parts import parts_of, plans_of
-from schedules.families import cpu_backward, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward
+from schedules.families import cpu, cpu_backward, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward
 from schedules.space import decisions
 from schedules.tuning import gate, log, results
 from schedules.tuning.build_worker import Built
@@ -23,6 +23,7 @@ from schedules.tuning.search import Host, Limits, TuneError
 from schedules.tuning.several import Sessions, session_of
 from schedules.tuning.subjects import BackwardPass, ForwardPass, subject_named
 from scripts import bench, cli, export, options, tune
+from scripts.kernels import Planned
 from te_defs import reference
 from te_defs.workload import Shape, Workload
 from tests.commands import command
@@ -330,25 +331,25 @@ class TestRecord:
         assert tuned[1].splitlines()[-1].startswith(f"{NAME}: ")
 
     def test_goes_into_an_artefact_that_names_it(self, tuned, tmp_path, monkeypatch):
-        monkeypatch.setattr(options, "chosen_plan", lambda args, *what: (*options.default_plan(args, *what), None))  # of the forward pass
+        monkeypatch.setattr(options, "tuned_plans", lambda args, *what: [Planned(cpu.NAME, options.default_plan(args, *what)[1])])
         made = command("export", "--workload", WORKLOAD.name, "--target", "cpu", "--backward", "--logs", tuned[0], "--output",
                        tmp_path / "it.so", code=cli.DONE)
-        gradients, record = self.chosen(tuned[0]), f"{cli.find_device('cpu').slug}/{NAME}"
+        (gradients,), record = self.chosen(tuned[0]), f"{cli.find_device('cpu').slug}/{NAME}"
         assert json.loads(made.stdout.splitlines()[0])["backward"][0]["record"] == record
         variant, = read_manifest(tmp_path / "it.so")["backward"]["variants"]
         assert variant["measured"] == gradients.measured and variant["measured"]["record"] == record
-        assert variant["plan"] == {role: plan.values() for role, plan in gradients.plans.by_role().items()}
+        assert variant["plan"] == {role: plan.values() for role, plan in gradients.plan.by_role().items()}
 
     def test_is_a_contestant_beside_the_default_plans(self, tuned):
         device = cli.find_device("cpu")
         args = bench.make_parser().parse_args(["--workload", WORKLOAD.name, "--backward", "--logs", str(tuned[0])])
         plans = bench.our_plans(args, device, WORKLOAD)
-        assert list(plans) == ["default", "tuned"] and plans["default"][:3] == plans["tuned"][:3]
-        assert plans["tuned"][3] == self.chosen(tuned[0]) and plans["default"][3] == self.chosen(tuned[0], "default")
+        assert list(plans) == ["default", "tuned"] and plans["default"][0] == plans["tuned"][0]
+        assert plans["tuned"][1] == self.chosen(tuned[0]) and plans["default"][1] == self.chosen(tuned[0], "default")
 
     def test_none_means_default_plans_and_is_said(self, tmp_path, capsys):
-        gradients = self.chosen(tmp_path)
-        assert gradients == self.chosen(tmp_path, "default") and gradients.measured is None
+        gradients, = self.chosen(tmp_path)
+        assert [gradients] == self.chosen(tmp_path, "default") and gradients.measured is None
         assert f"a record of {NAME} for" in capsys.readouterr().out
 
     @pytest.mark.parametrize("change, message", [

@@ -174,7 +174,7 @@ class TestSession:
 
     def test_the_record_is_found_again(self, tuned):
         device, workload = cli.find_device("cpu"), cli.parse_workload(NAME)
-        record = records.best_record(tuned[0], device.slug, workload, device.arch)
+        record, = records.best_records(tuned[0], device.slug, workload, device.arch)
         assert record.family == "cpu" and record.shape.q_len == 64
 
     def test_a_second_one_goes_on(self, tuned, capsys):

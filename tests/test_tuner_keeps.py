@@ -22,7 +22,7 @@ from schedules.tuning.log import Outcome
 from schedules.tuning.search import Limits
 from schedules.tuning.sensors import Sensors, summary
 from schedules.tuning.subjects import ForwardPass, subject_named
-from scripts import tune
+from scripts import tuner
 from tests import fake_tuner, stand_in
 from tests.commands import command
 from tests.fake_tuner import ARCH, SHAPE, SLUG, WORKLOAD, Clock, FakeBuilder, FakeRunner, outcome_of, session, spaces
@@ -65,7 +65,7 @@ class TestNeverLost:
             assert [path.name for path in made.path.iterdir()] == [log.MEASURED], "what the dead one left behind is cleared away"
 
     def test_a_kill_of_the_command_loses_no_plan_and_leaves_no_process(self, tmp_path, monkeypatch):
-        scratch, other = tmp_path / "scratch", tmp_path / "scratch" / f"{tune.SCRATCH}of-one-that-runs"
+        scratch, other = tmp_path / "scratch", tmp_path / "scratch" / f"{tuner.SCRATCH}of-one-that-runs"
         other.mkdir(parents=True)
         monkeypatch.setenv("TMPDIR", str(scratch))
         monkeypatch.setattr(tempfile, "tempdir", str(scratch))

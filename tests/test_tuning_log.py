@@ -96,7 +96,8 @@ class TestLog:
 
 class TestRecords:
     def best(self, tuned, slug=SLUG, arch=ARCH, workload=WORKLOAD):
-        return records.best_record(tuned.root, slug, workload, arch)
+        record, = records.best_records(tuned.root, slug, workload, arch)
+        return record
 
     def edit(self, tuned, change):
         path = tuned.log.path / log.RUN
@@ -204,7 +205,7 @@ COMMITTED = sorted(path.parent for path in (Path(__file__).parent.parent / "tuni
 def test_a_committed_log_is_of_these_sources(folder):
     run, subject = log.read_json(folder / log.RUN), subject_named(folder.name)
     arch = machine_of(folder).arch
-    record = records.best_record(folder.parent.parent, folder.parent.name, subject.workload, arch, subject.order)
+    record = records.record_in(records.log_at(folder, arch), arch)
     parts = subject.parts((subject.families()[record.family],), record.arch)
     for part, (name, plan) in subject.split((record.family, record.plan)).items():
         space = next(space for space in parts[part] if space.owns(name, plan))

@@ -156,3 +156,11 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_backward_variant(void *self, co
   const Variant *variant = variant_of_number(args, count);
   return variant == NULL ? -1 : backward(self, args + 1, count - 1, result, variant);
 }
+
+#if FLASHTIR_BUCKET_COUNT
+/* flash_attention_backward_bucket(q_len, kv_len) -> number of a bucket in the manifest, among those for gradients, from 0 on. */
+TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_backward_bucket(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+  (void)self;
+  return tell_bucket(args, count, result);
+}
+#endif

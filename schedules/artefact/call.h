@@ -18,6 +18,8 @@
  *                                operand_rows, operand_keys, operand_blocks   queries and keys of a tile of an operand whose gradient is
  *                                               summed, and how many blocks there shall be at least
  *                                codes          {major, minor, exact} for each architecture of its device code, then {0}
+ *   FLASHTIR_BUCKET_COUNT, _BUCKETS   lengths that plans were tuned at, from the smallest on, none or some; for each {queries, keys,
+ *                              {numbers of all variants, in the order in which such calls ask them}} with a comma behind it
  *   FLASHTIR_ARCHS             the architectures of all variants, for messages
  *   FLASHTIR_HEAD_DIM          channels D of q and k          FLASHTIR_VALUE_DIM    channels DV of v and out
  *   FLASHTIR_DTYPE_CODE, _BITS element type of q, k, v, out   FLASHTIR_DEVICE_TYPE  DLDeviceType of all tensors
@@ -204,6 +206,7 @@ static Refusal consider_rows(const Variant *variant, const char *name, const DLT
 
 /* Kernels add rows to rows and to counts of keys, in 32 bits. */
 enum { MOST_ROWS = 1000000000 };
+#include "buckets.h"
 
 static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], const View views[TENSORS]) {
   /* Vector instructions of a CPU take any address; those of a GPU that the kernels use do not. */
@@ -244,17 +247,18 @@ static Refusal consider(const Variant *variant, const DLTensor plain[TENSORS], c
   return (Refusal){variant, SERVES, ""};
 }
 
-/* The first variant that runs on the device and can serve these tensors; NULL where an error is set. `passed_over` receives why a better
- * one could not, if one runs on the device. `only`, where given, is the one to take, whatever calls it is for. Batch entries are so many,
- * with at most so many queries. */
-static const Variant *choose(const DLTensor plain[TENSORS], const View views[TENSORS], int64_t batch, int64_t queries, const Variant *only,
-                             Refusal *passed_over) {
+/* The first variant that runs on the device and can serve these tensors, in the order of a bucket where there are some; NULL where an error
+ * is set. `passed_over` receives why a better one could not, if one runs on the device. `only`, where given, is the one to take, whatever
+ * calls it is for. Batch entries are so many, with at most so many queries. */
+static const Variant *choose(const DLTensor plain[TENSORS], const View views[TENSORS], int64_t batch, int64_t queries, const Bucket *bucket,
+                             const Variant *only, Refusal *passed_over) {
   char device[32];
   int capability = FLASHTIR_DEVICE_TYPE == kDLCPU ? 0 : capability_of(plain[Q].device);
   Refusal strided = {NULL, SERVES, ""};
   passed_over->reason = SERVES;
   if (capability < 0) return NULL;
-  for (const Variant *variant = kVariants; variant < kVariants + VARIANTS; ++variant) {
+  for (const Variant *next = kVariants; next < kVariants + VARIANTS; ++next) {
+    const Variant *variant = BUCKETS ? &kVariants[bucket->order[next - kVariants]] : next;
     int64_t heads = plain[Q].shape[2], key_heads = plain[K].shape[2];
     if (!runs_on(variant, capability) || (only ? variant != only : !is_for(variant, batch, queries, heads, key_heads))) continue;
     Refusal why = consider(variant, plain, views);
@@ -325,7 +329,8 @@ static int check_call(Call *call, const TVMFFIAny *args, int32_t count, const Va
     return -1;
   for (int i = 0; i < TENSORS; ++i) plain[i] = plain_of(tensors[i], call->shapes[i], &views[i]);
   call->checked[SCALE] = args[SCALE];
-  call->variant = choose(plain, views, call->batch, call->longest[0], only, &call->passed_over);
+  const Bucket *bucket = BUCKETS ? nearest_bucket(call->longest[0], call->longest[1]) : NULL;
+  call->variant = choose(plain, views, call->batch, call->longest[0], bucket, only, &call->passed_over);
   if (call->variant == NULL || check_groups(plain[Q].shape[2], plain[K].shape[2]) || check_scale(&args[SCALE], &call->negative)) return -1;
   for (int i = 0; i < EXTRAS; ++i) {
     int place = FIRST_EXTRA + i;

@@ -37,6 +37,14 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward_variant(void *self, con
   return variant == NULL ? -1 : forward(self, args + 1, count - 1, result, variant);
 }
 
+#if FLASHTIR_BUCKET_COUNT
+/* flash_attention_forward_bucket(q_len, kv_len) -> number of a bucket in the manifest, from 0 on. */
+TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward_bucket(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+  (void)self;
+  return tell_bucket(args, count, result);
+}
+#endif
+
 /* flash_attention_manifest() -> JSON text */
 TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_manifest(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
   (void)self, (void)args, (void)count;

@@ -11,6 +11,7 @@ import tvm_ffi
 from schedules.arch import cuda_arch
 from schedules.artefact.cases import write_cases
 from schedules.artefact.manifest import backward_arguments, call_arguments, optional_arguments, to_json
+from schedules.artefact.variant import tuned_of
 from schedules.backward import ApartPlans, function_names, operand_function_names
 from schedules.build import kernel_names, signs
 from schedules.lowering.toolkit import run_c_compiler
@@ -160,6 +161,8 @@ def _config(workload, variants, manifest, backward):
         "BACKWARD": int(backward),
         "FUNCTIONS(X)": " ".join(f"X({name})" for found in symbols for name in dict.fromkeys(found) if name != "NULL"),
         "VARIANTS(X)": " ".join(f"X({_entry_of(variant, names)})" for variant, names in zip(variants, symbols)),
+        "BUCKET_COUNT": len(tuned_of(variants)),
+        "BUCKETS": "".join(f"{_row_of(it.bucket, variants)}, " for it in tuned_of(variants)),
         "ARCHS": json.dumps(", ".join(dict.fromkeys(arch for variant in variants for arch in variant.archs))),
         "HEAD_DIM": workload.head_dim,
         "VALUE_DIM": workload.value_dim,
@@ -188,6 +191,12 @@ def _extra_of(argument, workload):
     """What FLASHTIR_EXTRAS says of one argument."""
     code, bits = _code_and_bits(argument.kind.dtype or workload.dtype)
     return f'{{"{argument.name}", {argument.kind.name.upper()}, {{{code}, {bits}, 1}}, "{argument.kind.axes}"}}'
+
+
+def _row_of(bucket, variants):
+    """What FLASHTIR_BUCKETS says of one bucket: calls that none of its own variants can serve ask those of other buckets."""
+    order = sorted(range(len(variants)), key=lambda number: not variants[number].is_for(bucket))
+    return f"{{{bucket.q_len}, {bucket.kv_len}, {{{', '.join(map(str, order))}}}}}"
 
 
 def _entry_of(variant, symbols):

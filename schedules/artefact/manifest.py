@@ -5,6 +5,7 @@ from dataclasses import asdict
 import tvm
 import tvm_ffi
 
+from schedules.artefact.variant import tuned_of
 from te_defs.lengths import LENGTHS
 from te_defs.workload import samples_of
 
@@ -52,6 +53,7 @@ def describe(workload, variants, toolkit=None, gradients=()):
         "layout": LAYOUT["packed" if workload.lengths == "packed" else "batch"],
         "workspace_bytes": 0,
         "variants": [_describe_variant(variant) for variant in variants],
+        **_describe_buckets(variants),
         "backward": _describe_backward(workload, gradients) if gradients else None,
         "versions": {"tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__, "nvcc": toolkit and ".".join(map(str, toolkit.version))},
     }
@@ -69,6 +71,7 @@ def _describe_backward(workload, gradients):
                       "operands": {name: {"family": variant.operands.family.NAME, "plan": asdict(variant.operands.plan),
                                           "workspace_bytes": variant.operands.workspace_bytes(workload, name)}
                                    for name in variant.operands.names}} for variant in gradients],
+        **_describe_buckets(gradients),
     }
 
 
@@ -99,6 +102,15 @@ def _describe_variant(variant):
         "kernels": [asdict(entry) for kernel in variant.kernels for entry in kernel.resources],
         "measured": variant.measured,
     }
+
+
+def _describe_buckets(variants):
+    """Where calls are told apart by their lengths: what was tuned at which, smaller buckets first, and the numbers of the variants, from 0
+    on, that such calls are for."""
+    buckets = [{"q_len": it.bucket.q_len, "kv_len": it.bucket.kv_len, "family": it.family, "plan": asdict(it.plan), "measured": it.measured,
+                "variants": [number for number, variant in enumerate(variants) if variant.is_for(it.bucket)]}
+               for it in tuned_of(variants)]
+    return {"buckets": buckets} if buckets else {}
 
 
 def to_json(manifest):

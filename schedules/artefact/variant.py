@@ -8,6 +8,7 @@ import tvm
 
 from schedules.arch import cuda_arch
 from schedules.backward import Operands, adds, takes_turns
+from schedules.buckets import Bucket
 from schedules.build import runtime_module
 from schedules.plan import Calls, Plan
 
@@ -17,6 +18,22 @@ MAX_ELEMENTS = 2**31 - 1
 #: Bytes that tensors must start on a multiple of, for a family that states no ALIGNMENT: 16-byte copies on a GPU; on a CPU what the
 #: declaration states for its buffers.
 ALIGNMENT = {"cuda": 16, "cpu": 4}
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was tuned at the lengths of a bucket.
+
+    bucket    schedules.buckets.Bucket
+    family    name of the schedule's family
+    plan      its Plan
+    measured  figures, with where they come from
+    """
+
+    bucket: Bucket
+    family: str
+    plan: Plan
+    measured: dict
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,7 @@ class Variant:
     whole_rows    whether sequences inside tensors are found by the number of a row: with key lengths, batch entries of k and v must then be
                   whole rows apart
     operands      of gradients, the tensors behind the scale that have some, too
+    tuned         Tuneds of the buckets whose calls it is for, where the artefact has several; none: it is for calls of any length
     portable      whether later minors of its compute capability have room for it; where not, its code runs on those that it names
     """
 
@@ -54,17 +72,27 @@ class Variant:
     sum_rows: int = 0
     turns: bool = False
     operands: Operands = Operands()
+    tuned: tuple = ()
 
     @property
     def name(self):
         """What messages call it, such as `mma for sm_80`."""
         return f"{self.family} for {self.arch.name}"
 
+    def is_for(self, bucket):
+        """Whether calls that are nearest to a bucket are for it."""
+        return not self.tuned or bucket in {it.bucket for it in self.tuned}
+
     @property
     def archs(self):
         """Names of the architectures that it holds device code of, oldest first; none for a CPU kernel."""
         names = {name for kernel in self.kernels for name in kernel.archs}
         return sorted(names, key=lambda name: (cuda_arch(name).capability, name))
+
+
+def tuned_of(variants):
+    """The Tuneds of an artefact's variants, those of smaller buckets first, each once."""
+    return sorted({it.bucket: it for variant in variants for it in variant.tuned}.values(), key=lambda it: it.bucket.size)
 
 
 def limits_of(family, kind):

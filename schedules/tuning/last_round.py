@@ -76,6 +76,11 @@ class Times:
         end, reserve = begun + seconds, min(DUEL_SECONDS, DUEL_SHARE * seconds)
         return cls(end - reserve, end - (1 - SEARCH_PART) * reserve, end - (1 - SEARCH_PART) * BUILD_PART * reserve, end)
 
+    @classmethod
+    def of_last_round(cls, begun, seconds):
+        """Those of a last round alone."""
+        return cls() if seconds is None else cls(begun, begun, begun + BUILD_PART * seconds, begun + seconds)
+
 
 def past(moment, host):
     """Whether a point of time is over; None never is."""

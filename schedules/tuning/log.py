@@ -5,6 +5,8 @@
     database_tuning_record.json    and the traces of the few best plans of that declaration
     run.json                       device, target, the best plan with its figures, and each session with seed, versions and commit
 
+A folder holds what was timed at one shape. Further lengths of a workload have folders beside it: <workload>@512x512, queries and keys.
+
 Each file is complete under its name at all times. measured.json is written after each plan, the others when a session ends.
 """
 import json
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 
+from schedules.buckets import bucket_at, bucket_named
 from schedules.plan import plan_of
 from schedules.tuning.reasons import of_schema_1
 from te_defs.workload import Shape
@@ -63,11 +66,13 @@ class Log:
     slug      name of the device, such as nvidia-h200
     subject   what is tuned (schedules.tuning.subjects)
     arch      row of schedules.arch that kernels are lowered for
+    bucket    schedules.buckets.Bucket of its folder's name; None for the workload's first log, which may be of any shape
     """
 
-    def __init__(self, root, slug, subject, arch):
-        self.path = Path(root) / slug / subject.name
-        self.slug, self.subject, self.arch = slug, subject, arch
+    def __init__(self, root, slug, subject, arch, bucket=None):
+        self.name = subject.name if bucket is None else f"{subject.name}@{bucket}"
+        self.path = Path(root) / slug / self.name
+        self.slug, self.subject, self.arch, self.bucket = slug, subject, arch, bucket
         self.torn = None  # how many plans `read_measured` found in a file that is torn
 
     def read_run(self):
@@ -79,7 +84,19 @@ class Log:
                                         ("workload", run["workload"], self.subject.name)):
                 if found != wanted:
                     raise ForeignLog(f"{self.path / RUN} must be of {what} {wanted}, found {found}: use another --logs folder")
+            found = bucket_at(shape_of(run["shape"]))
+            if self.bucket not in (None, found):
+                raise ForeignLog(f"{self.path / RUN} must be timed at {self.bucket}, as its folder says, found {found}: rename the folder")
         return run
+
+    def read_bucket(self):
+        """The Bucket of what is timed; None where nothing was measured so far."""
+        head = _read_lines(self.path / MEASURED)[0] or self.read_run()
+        try:
+            return None if head is None else bucket_at(shape_of(head.get("shape")))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise DamagedLog(f"{self.path / MEASURED} must have the shape that was timed, found another form ({error!r}): restore or "
+                             "delete it") from error
 
     def read_measured(self, families, shape):
         """({(family name, plan): Outcome}, {structure: declaration hash}); both empty where there is no file.
@@ -136,6 +153,15 @@ class Log:
                 if not sound:
                     raise DamagedLog(f"{path} must hold one record a line, found line {number} damaged: restore the file, or delete "
                                      "both database files and tune again")
+
+
+def bucket_in(name):
+    """The Bucket that the name of a log's folder ends with; None where it ends with none, DamagedLog where that is no bucket."""
+    _, at, text = name.partition("@")
+    try:
+        return bucket_named(text) if at else None
+    except ValueError as error:
+        raise DamagedLog(f"the folder of a log must be named like fwd_d64_dv64_f16_full@512x512, found {name}: {error}") from error
 
 
 #: What run.json must hold: the type of each entry, and of those of the best plan.

@@ -11,8 +11,7 @@ from schedules.arch import CUDA_ARCHS, CpuArch, Gpu, gpu_named
 from schedules.plan import PlanError
 from schedules.registry import NoSchedule
 from schedules.tuning.log import RUN, DamagedLog, Log, LogError, check_run, read_json, shape_of
-from schedules.tuning.records import NoRecord, Record, record_in
-from schedules.tuning.subjects import subject_named
+from schedules.tuning.records import NoRecord, Record, log_at, logs_of, one_a_bucket, record_in
 from te_defs.workload import WorkloadError
 
 #: Plans of a lender that a search here begins with, of each part of what is tuned.
@@ -68,25 +67,29 @@ class Borrowed:
     log: Log
 
 
-def nearest_record(logs_root, subject, here):
-    """The Borrowed record for a Machine; NoRecord, with the reasons of those that were passed over, where no other one lends any."""
-    passed_over, lenders = [], []
-    for folder in sorted(Path(logs_root).glob(f"*/{subject.name}")):
+def nearest_records(logs_root, subject, here):
+    """The Borrowed records for a Machine, one for each bucket of lengths, all of one device; NoRecord, with the reasons of those that were
+    passed over, where no other one lends any."""
+    passed_over, lenders = [], {}
+    for folder in sorted(path for pattern in ("", "@*") for path in Path(logs_root).glob(f"*/{subject.name}{pattern}")):
         if folder.parent.name != here.slug:
             try:
                 lender = machine_of(folder)
             except LogError as error:
                 passed_over.append(_passed(folder, error))
                 continue
-            lenders += [lender] if lender is not None and lender.lends(here) else []
-    for lender in sorted(lenders, key=here.distance):
-        log = Log(logs_root, lender.slug, subject, lender.arch)
-        try:
-            record = record_in(log, here.arch)
-        except LogError as error:
-            passed_over.append(_passed(log.path, error))
-        else:
-            return Borrowed(record, lender.slug, date_of(record.run), tuple(passed_over), log)
+            if lender is not None and lender.lends(here):
+                lenders.setdefault(lender.slug, lender)
+    for lender in sorted(lenders.values(), key=here.distance):
+        found = []
+        for log in logs_of(logs_root, lender.slug, subject, lender.arch):
+            try:
+                found.append((record_in(log, here.arch), log))
+            except LogError as error:
+                passed_over += [_passed(log.path, error)] if log.path.exists() else []
+        if found:
+            return [Borrowed(record, lender.slug, date_of(record.run), tuple(passed_over), log)
+                    for record, log in one_a_bucket(found, lambda it: it[0])]
     raise NoRecord("; ".join([f"no device like {here.slug} lends one of {subject.name}", *passed_over]))
 
 
@@ -172,8 +175,8 @@ def gains_of(logs_root, slug, order=None):
     found = []
     for path in sorted(Path(logs_root).glob(f"{slug}/*/{RUN}")):
         try:
-            subject, lender = subject_named(path.parent.name), machine_of(path.parent)
-            gain = _gain(Log(logs_root, slug, subject, lender.arch)) if subject.order == order else None
+            log = log_at(path.parent, machine_of(path.parent).arch)
+            gain = _gain(log) if log.subject.order == order else None
         except (LogError, WorkloadError, NoSchedule, PlanError):
             continue  # a log that is damaged, or of a workload that is not here, says nothing
         found += [gain] if gain is not None else []

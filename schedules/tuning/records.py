@@ -3,14 +3,15 @@ schedules.tuning.nearest."""
 from dataclasses import dataclass
 from pathlib import Path
 
+from schedules.buckets import bucket_at
 from schedules.build import declaration_of
 from schedules.plan import Plan
-from schedules.tuning.log import RUN, DamagedLog, ForeignLog, Log, LogError, read_json, shape_of
-from schedules.tuning.subjects import subject_of
+from schedules.tuning.log import MEASURED, RUN, DamagedLog, ForeignLog, Log, LogError, bucket_in, read_json, shape_of
+from schedules.tuning.subjects import subject_named, subject_of
 from te_defs.workload import Shape, Workload
 
-__all__ = ["DamagedLog", "ForeignLog", "LogError", "NoRecord", "Record", "StaleRecord", "best_record", "declaration_of", "read_runs",
-           "record_in"]
+__all__ = ["DamagedLog", "ForeignLog", "LogError", "NoRecord", "Record", "StaleRecord", "best_records", "declaration_of", "log_at",
+           "logs_of", "read_runs", "record_in"]
 
 
 class NoRecord(LogError):
@@ -40,21 +41,56 @@ class Record:
     arch: object
     run: dict
 
+    @property
+    def bucket(self):
+        """The schedules.buckets.Bucket that it is for."""
+        return bucket_at(self.shape)
 
-def best_record(logs_root, gpu_slug, workload, arch, order=None):
-    """The Record in <logs_root>/<gpu_slug>/<workload>, or that of its gradients in an order (schedules.backward.FAMILIES).
+
+def log_at(folder, arch):
+    """The Log whose folder this is; WorkloadError or DamagedLog where its name says nothing."""
+    return Log(folder.parent.parent, folder.parent.name, subject_named(folder.name), arch, bucket_in(folder.name))
+
+
+def logs_of(logs_root, gpu_slug, subject, arch):
+    """The Logs of a subject on a device: the first, which needs not be there, then those of further buckets, smaller ones first."""
+    folders = Path(logs_root, gpu_slug).glob(f"{subject.name}@*")
+    further = (log_at(folder, arch) for folder in folders if any((folder / name).exists() for name in (RUN, MEASURED)))
+    return [Log(logs_root, gpu_slug, subject, arch), *sorted(further, key=lambda log: log.bucket.size)]
+
+
+def best_records(logs_root, gpu_slug, workload, arch, order=None):
+    """[Record, ...] of a workload, or of its gradients in an order (schedules.backward.FAMILIES): one for each bucket that was tuned, as
+    `logs_of` orders them.
 
     gpu_slug  name of the device, such as nvidia-h200
     arch      row of schedules.arch that the caller builds for
-    Raises NoRecord, StaleRecord, ForeignLog (another device or target) or DamagedLog, each with one sentence.
+    Raises NoRecord where there is none, StaleRecord, ForeignLog (another device or target) or DamagedLog where any of them cannot be used,
+    each with one sentence.
     """
-    return record_in(Log(logs_root, gpu_slug, subject_of(workload, order), arch), arch)
+    found, missing = [], []
+    for log in logs_of(logs_root, gpu_slug, subject_of(workload, order), arch):
+        try:
+            found.append(record_in(log, arch))
+        except NoRecord as error:
+            missing.append(error)
+    if not found:
+        raise missing[0]
+    return one_a_bucket(found, lambda record: record)
+
+
+def one_a_bucket(found, record_of):
+    """Of some things that `record_of` tells the Record of, those with the fewest seconds of their bucket, in their order."""
+    best = {}
+    for it in sorted(found, key=lambda it: record_of(it).seconds):
+        best.setdefault(record_of(it).bucket, it)
+    return [it for it in found if it in best.values()]
 
 
 def record_in(log, arch):
     """The Record in a Log, for kernels that are lowered for a row of schedules.arch: the log's own, or that of a machine that borrows it.
 
-    Raises as `best_record` does, StaleRecord too where the family declines, or has no room for the plan on that machine.
+    Raises as `best_records` does, StaleRecord too where the family declines, or has no room for the plan on that machine.
     """
     subject, run = log.subject, log.read_run()
     workload, order = subject.workload, subject.order

@@ -90,8 +90,8 @@ class Session:
         np.random.seed(seed)  # an untrained XGBModel draws from NumPy's global state
         model = ms.cost_model.XGBModel(extractor=KnobFeatures(spaces), num_warmup_samples=12, verbose_eval=0, num_tuning_cores=threads)
         self.tasks = [Task(space, shape, model, known, seed + number, threads) for number, space in enumerate(spaces)]
-        self._earlier = max((outcome.after or 0.0 for outcome in known.values()), default=0.0)
         self.tried = self.refused = self.fruitless = 0  # fruitless: how many plans in a row brought no gain
+        self.exhausted, self._fresh = False, True  # whether nothing is left to try; whether there was no `search` yet
         self._reference = None, None  # (key, artefact) of the best plan, which others are timed in turn with
         self._turns, self._owners = {task: 0 for task in self.tasks}, {}
 
@@ -101,21 +101,42 @@ class Session:
         begun = self.host.clock()
         times = Times.of(begun, limits.seconds)
         self.search(limits, times, begun)
-        return (None if self.host.stop() else self._duel(times)) or self.leader()
+        return self.finish(times)
 
     def search(self, limits, times, begun):
-        """Search until the trials or the time to build and measure are over, a time that counts from `begun`."""
-        self._begun, self._limits = begun, limits
+        """Search until the trials or the time to build and measure are over, a time that counts from `begun`. It can be taken up again by
+        another call, also after searches of other sessions: what it has learnt and its best kernel are at hand."""
+        self._begun, self._limits, self._since = begun, limits, self.host.clock()
+        self._earlier = max((outcome.after or 0.0 for outcome in self.known.values()), default=0.0)
         self.builder.spaces = self.spaces
         self.runner.left = lambda: self._left(times)
-        self._drop_stale()
-        self._rebuild_best(times)
+        if self._fresh:
+            self._drop_stale()
+        self._fresh = False
+        if self._reference[1] is None:
+            self._rebuild_best(times)
+        else:
+            self._compare_with(self._reference[0])
         self._search(times)
-        self._refer_to(None, None)
+        self.runner.best = None, None  # nothing of this search is left for the next one
         if not self.host.stop():
             self._note_declarations()
         if self.known:
             self.host.save()
+
+    def finish(self, times):
+        """End the search for good: the Winner of the last round, where that can be held; TuneError where no plan passes."""
+        self.put_away()
+        return (None if self.host.stop() else self._duel(times)) or self.leader()
+
+    def put_away(self):
+        """Remove the best plan's artefact: the search is not taken up again."""
+        self._refer_to(None, None)
+
+    @property
+    def searches(self):
+        """{part: Session} of those that can be taken up apart: this one alone."""
+        return {None: self}
 
     def _left(self, times):
         """Seconds that a measurement may take: until the search has to end, or the session where nothing has passed yet."""
@@ -194,8 +215,10 @@ class Session:
         while True:
             ended = ended or self.host.stop() or past(times.build, self.host) or self.ended_early
             if not ended and len(pending) <= (0 if self.alone else self.builder.workers):
-                batch = self._batch(self._room(len(pending)), {task.key(plan) for task, plan in pending.values()})
+                room = self._room(len(pending))
+                batch = self._batch(room, {task.key(plan) for task, plan in pending.values()})
                 ended = not batch and not pending
+                self.exhausted = ended and room > 0
                 for task, plan in batch:
                     pending[self.builder.begin(token(task.space, plan).mod)] = task, plan
             if ended:
@@ -221,10 +244,7 @@ class Session:
         of the next task proposes."""
         if count <= 0:
             return []
-        first, *others = [task.key(task.space.seed) for task in self.tasks]
-        keys = [*([self.champion] if self.champion else []), first, *self.hints, *others]
-        wanted = [(task, key[1]) for key in keys for task in self.tasks if task.space is self.space_of(key)]
-        seeds = [(task, plan) for task, plan in dict.fromkeys(wanted) if task.key(plan) not in {*self.known, *taken}]
+        seeds = self.seeds(taken)
         if seeds:
             return seeds[:count]
         task = self._next_task(taken)
@@ -232,6 +252,13 @@ class Session:
             return []
         self._turns[task] += 1
         return [(task, plan) for plan in task.propose(count, taken)]
+
+    def seeds(self, taken=()):
+        """[(task, plan)] that a search begins with and that are neither known nor among `taken` keys."""
+        first, *others = [task.key(task.space.seed) for task in self.tasks]
+        keys = [*([self.champion] if self.champion else []), first, *self.hints, *others]
+        wanted = [(task, key[1]) for key in keys for task in self.tasks if task.space is self.space_of(key)]
+        return [(task, plan) for task, plan in dict.fromkeys(wanted) if task.key(plan) not in {*self.known, *taken}]
 
     def _next_task(self, taken):
         """The rival space that had the fewest turns; once rivals are exhausted, the best of the others."""
@@ -250,7 +277,7 @@ class Session:
         outcome, path = self._outcome(future, task.space, best)
         if outcome is None:
             return
-        self.known[key] = replace(outcome, after=round(self._earlier + self.host.clock() - self._begun, 1))
+        self.known[key] = replace(outcome, after=round(self._earlier + self.host.clock() - self._since, 1))
         self.tried += 1
         self.refused += outcome.refused is not None
         if outcome.refused is None:
@@ -285,6 +312,16 @@ class Session:
         found = self.runner.found.pop(path)
         seconds = statistics.median(float(x) for x in result.run_secs)
         return Outcome(seconds, None, facts.registers, facts.spill_bytes, round(found["spread"], 4), found["proven"] or None), path
+
+    def course(self):
+        """Seconds of the best so far after each plan that is known, in the order in which they were measured; None as long as none had
+        passed."""
+        found, best = [], None
+        for key, outcome in self.known.items():
+            if self.space_of(key) is not None:
+                best = min(filter(None, (best, outcome.seconds)), default=None)
+                found.append(best)
+        return found
 
     def progress(self):
         """Where the session stands."""

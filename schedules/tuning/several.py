@@ -49,7 +49,18 @@ class Sessions:
             own = replace(limits, trials=limits.trials and max(limits.trials * number // count - searched, 1))
             session.search(own, self._part_of(times, begun, number / count), begun)
             searched += session.tried
+        return self.finish(times)
+
+    def finish(self, times):
+        """As Session.finish."""
+        for session in self.sessions.values():
+            session.put_away()
         return (None if self.host.stop() else self._duel(times)) or self.leader()
+
+    @property
+    def searches(self):
+        """As Session.searches: that of each function."""
+        return self.sessions
 
     @staticmethod
     def _part_of(times, begun, share):

@@ -25,7 +25,7 @@ from te_defs.workload import Shape, Workload, WorkloadError, flops, timed_argume
 #: kernels that add in another order than the yardstick reached 1.08 times the bounds in 600 random calls. Wrong ones are off by far more.
 HARD_SLACK = 2
 
-_NAME = re.compile(rf"(fwd|bwd)(.*?)(\+{backward.ANY_ORDER})?")
+_NAME = re.compile(rf"(fwd|bwd)(.*?)(\+{backward.ANY_ORDER})?(@[1-9]\d*x[1-9]\d*)?")
 
 
 @dataclass(frozen=True)
@@ -218,10 +218,10 @@ def subject_of(workload, order=None):
 
 
 def subject_named(name):
-    """The subject that the folder of a log is named for; WorkloadError where it is named for none."""
+    """The subject that the folder of a log is named for, whatever its bucket; WorkloadError where it is named for none."""
     found = _NAME.fullmatch(name)
     if found is None:
         raise WorkloadError(f"a log is named like fwd_d128_dv128_f16_causal or bwd_..., found {name!r}: correct the name")
-    which, rest, any_order = found.groups()
+    which, rest, any_order, _ = found.groups()
     order = None if which == "fwd" else backward.ANY_ORDER if any_order else backward.IN_ORDER
     return subject_of(Workload.parse(f"fwd{rest}"), order)

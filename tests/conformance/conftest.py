@@ -12,7 +12,7 @@ from schedules.arch import arch_of_capability, cpu_arch, cuda_arch
 from schedules.artefact.export import export_artefact
 from schedules.build import schedule, signs
 from schedules.families import cpu, cpu_backward, mma, simt, wgmma
-from scripts.kernels import build_kernels
+from scripts.kernels import Planned, build_kernels
 from tests.backward import Called, exported
 from tests.numbers import on_llvm
 
@@ -46,7 +46,7 @@ class Engine:
 
     def _artefact(self, workload):
         path = self.folder / f"{self.family.NAME}-{workload.name}.so"
-        kernels = build_kernels(self.family, workload, self.family.default_plan(workload, self.arch), self.arch)
+        kernels = build_kernels([Planned(self.family.NAME, self.family.default_plan(workload, self.arch))], workload, self.arch)
         export_artefact([kernel.variant for kernel in kernels], workload, path, {}, ())
         return tvm_ffi.load_module(str(path)).flash_attention_forward
 

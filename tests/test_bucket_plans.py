@@ -114,16 +114,18 @@ class TestMerged:
         found = merged([planned("1", SMALL), planned("2", SMALL)], lambda it: "abc")
         assert [(kind, len(tuned)) for kind, tuned in found] == [("a", 2), ("b", 2), ("c", 2)]
 
-    def test_kernels_of_hopper_share_what_no_length_was_tuned_for(self):
-        """That for grouped heads; those for other lengths and small grids differ with the plan."""
+    def test_kernels_of_hopper(self):
+        """Each distinct plan once, with one for small grids; that for grouped heads is shared; the architecture has no word on lengths."""
         workload, arch = Workload(64, 64, "float16"), cuda_arch("sm_90a")
         seed = wgmma.default_plan(workload, arch)
-        tuned = {"512": seed.but(stages=3), "4096": seed, "16384": seed}
-        plans = [planned(text, plan, family="wgmma") for text, plan in tuned.items()]
-        found = merged(plans, lambda it: kinds_of_kernels(workload, arch, it))
-        for it in plans:
-            assert [kind for kind, tuned in found if it.tuned in tuned] == kinds_of_kernels(workload, arch, it)
-        assert len(found) < sum(len(kinds_of_kernels(workload, arch, it)) for it in plans[:2]) and len(found[0][1]) == 3
+        other = seed.but(stages=3)
+        plans = [planned(text, plan, family="wgmma") for text, plan in (("512", other), ("4096", seed), ("16384", seed))]
+        found = merged(plans, lambda it: kinds_of_kernels(workload, arch, it, alone=False))
+        assert [(kind[0].NAME, kind[1].q_tile, [it.bucket.q_len for it in tuned]) for kind, tuned in found] == [
+            ("mma", 64, [512, 4096, 16384]), ("wgmma", other.q_tile, [512]), ("wgmma", 64, [512]),
+            ("wgmma", seed.q_tile, [4096, 16384]), ("wgmma", 64, [4096, 16384])]
+        assert [kind[1] for kind, _ in found if kind[1].q_tile > 64] == [other, seed]
+        assert {kind[2].queries for kind, _ in found} == {0}
 
 
 class TestGradients:

@@ -144,7 +144,7 @@ def kinds_of_kernels(workload, arch, planned, alone=True):
 
 
 def build_kernels(plans, workload, arch, archs=(), place=1):
-    """Kernels of an artefact of some Planned, from this place on; of several, each serves the calls whose lengths are nearest to its own."""
+    """Kernels of an artefact of some Planned, from this place on; of several, each serves calls with lengths that are nearest its own."""
     def figures(family, plan, serves):
         own = (it.measured for it in plans if (it.family, it.plan) == (family.NAME, plan))
         return next(own, None) if serves.strided == build.strided_of(family)[0] and not serves.packed else None

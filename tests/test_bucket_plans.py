@@ -210,7 +210,7 @@ class TestLogs:
             plans_of(logs)
 
     @pytest.mark.parametrize("end, message", [("@old", "found 'fwd_.*@old'"), ("@0x5", "found 'fwd_.*@0x5'"),
-                                              ("@9999999999x5", "from 1 to 10")])
+                                              ("@9999999999x5", "from 1 to 10.* are wanted, found 9999999999x5")])
     def test_a_folder_with_another_name_is_refused(self, logs, end, message):
         place = logs("48")
         place.path.rename(place.path.with_name(place.name + end))
@@ -290,8 +290,9 @@ SMALL_RUN = ("--workload", "fwd_d16_dv8_f32_full", "--target", "cpu", "--workers
 class TestTune:
     @pytest.mark.parametrize("arguments, message", [
         (("--lengths",), "expected at least one argument"),
-        (("--lengths", "0"), "from 1 to 10^9 are wanted, such as 512 or 1x8192, found '0'"),
+        (("--lengths", "0"), "lengths are wanted as query rows x key rows, such as 1x8192, or 512 for both, found '0'"),
         (("--lengths", "64", "1x"), "found '1x'"), (("--lengths", "64", "99999999999"), "found '99999999999'"),
+        (("--lengths", "1x9999999999"), "from 1 to 10^9 are wanted, found 1x9999999999"),
         (("--length", "64", "--lengths", "64"), "not allowed with argument --length")])
     def test_bad_lengths(self, arguments, message):
         assert message in command("tune", *SMALL_RUN, *arguments, code=2).stderr

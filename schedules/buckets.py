@@ -11,10 +11,14 @@ _TEXT = re.compile(r"([1-9][0-9]{0,9})(?:x([1-9][0-9]{0,9}))?", re.ASCII)
 
 @dataclass(frozen=True)
 class Bucket:
-    """Query rows and key rows of the calls that a plan was tuned at."""
+    """Query rows and key rows of the calls that a plan was tuned at, from 1 to MOST_ROWS; ValueError for others."""
 
     q_len: int
     kv_len: int
+
+    def __post_init__(self):
+        if not 0 < min(self.q_len, self.kv_len) <= max(self.q_len, self.kv_len) <= MOST_ROWS:
+            raise ValueError(f"query rows and key rows from 1 to 10^9 are wanted, found {self}")
 
     def __str__(self):
         return f"{self.q_len}x{self.kv_len}"
@@ -33,10 +37,9 @@ def bucket_at(shape):
 def bucket_named(text):
     """The Bucket of a text such as 1x8192, or 512 for queries and keys alike; ValueError where it is none."""
     found = _TEXT.fullmatch(text)
-    lengths = [int(number) for number in found.groups(found[1])] if found else [0]
-    if not 0 < max(lengths) <= MOST_ROWS:
-        raise ValueError(f"query rows, or query rows x key rows, from 1 to 10^9 are wanted, such as 512 or 1x8192, found {text!r}")
-    return Bucket(*lengths)
+    if found is None:
+        raise ValueError(f"lengths are wanted as query rows x key rows, such as 1x8192, or 512 for both, found {text!r}")
+    return Bucket(*map(int, found.groups(found[1])))
 
 
 def nearest(buckets, q_len, kv_len):

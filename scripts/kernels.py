@@ -125,12 +125,15 @@ def build_kernel(family, workload, plan, arch, archs=(), measured=None, place=1,
     return Kernel(replace(variant, tuned=tuned), toolkit)
 
 
-def kinds_of_kernels(workload, arch, planned):
+def kinds_of_kernels(workload, arch, planned, alone=True):
     """[(family, plan, Calls), ...] of an artefact of a Planned: the kernel for few queries of grouped heads, where a family has one, the
     plan's own, and those that the family has for calls that it does not suit; where views with strides have kernels of their own, these
-    come last."""
+    come last.
+
+    alone  whether no other lengths were tuned, so that the family has a word on those
+    """
     family, plan = registry.family_named(planned.family), planned.plan
-    tuned_at = (planned.bucket.q_len,) if planned.measured else ()
+    tuned_at = () if planned.measured is None else (planned.bucket.q_len if alone else None,)
     plans = getattr(family, "further_plans", lambda *_: [(plan, Calls())])(workload, arch, plan, *tuned_at)
     kinds = [(family, entry, replace(serves, strided=strided)) for strided in build.strided_of(family) for entry, serves in plans]
     packer = registry.packer(workload, arch)
@@ -141,11 +144,11 @@ def kinds_of_kernels(workload, arch, planned):
 
 
 def build_kernels(plans, workload, arch, archs=(), place=1):
-    """Kernels of an artefact of some Planned, from this place on; of several, each serves calls of lengths like its own."""
+    """Kernels of an artefact of some Planned, from this place on; of several, each serves calls with lengths that are nearest its own."""
     def figures(family, plan, serves):
         own = (it.measured for it in plans if (it.family, it.plan) == (family.NAME, plan))
         return next(own, None) if serves.strided == build.strided_of(family)[0] and not serves.packed else None
-    found = merged(plans, lambda it: kinds_of_kernels(workload, arch, it))
+    found = merged(plans, lambda it: kinds_of_kernels(workload, arch, it, len(plans) == 1))
     return [build_kernel(family, workload, plan, arch, archs, figures(family, plan, serves), number, serves, tuned)
             for number, ((family, plan, serves), tuned) in enumerate(found, place)]
 

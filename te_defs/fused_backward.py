@@ -30,7 +30,7 @@ from te_defs.backward_parameters import Parameters
 from te_defs.flash_attention_backward import attention_dk_dv
 from te_defs.integers import divide, maximum, minimum, remainder
 
-#: Tiles of keys times channels, of which whole heads stand side by side where they add in order: as many as run at a time, or twice as many.
+#: Tiles of keys times channels, of which whole heads stand side by side where they add in order: as many as run at a time, or twice that.
 #: More, of whose sums fewer are in the L2 cache, keep each other waiting (H200).
 BESIDE = 16_384
 #: Names of what the place in such a grid comes to.
@@ -71,8 +71,8 @@ class QuerySum:
         return [self.tensor, self.turns][:1 + self.in_order]
 
     def dealt(self, b, g, r, entries, groups, tiles):
-        """(batch entry, group, tiles of keys before) of a place in the grid. In order, tiles of several heads stand side by side: of one head
-        a single one can begin in the time that an addition takes, and those that run side by side should begin together."""
+        """(batch entry, group, tiles of keys before) of a place in the grid. In order, tiles of several heads stand side by side: of one
+        head a single one can begin in the time that an addition takes, and those that run side by side should begin together."""
         if not self.in_order:
             return b, g, r
         heads, number = entries * groups, (b * groups + g) * tiles + r

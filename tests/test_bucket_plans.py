@@ -114,16 +114,18 @@ class TestMerged:
         found = merged([planned("1", SMALL), planned("2", SMALL)], lambda it: "abc")
         assert [(kind, len(tuned)) for kind, tuned in found] == [("a", 2), ("b", 2), ("c", 2)]
 
-    def test_kernels_of_hopper_share_what_no_length_was_tuned_for(self):
-        """That for grouped heads; those for other lengths and small grids differ with the plan."""
+    def test_kernels_of_hopper(self):
+        """Each distinct plan once, with one for small grids; that for grouped heads is shared; the architecture has no word on lengths."""
         workload, arch = Workload(64, 64, "float16"), cuda_arch("sm_90a")
         seed = wgmma.default_plan(workload, arch)
-        tuned = {"512": seed.but(stages=3), "4096": seed, "16384": seed}
-        plans = [planned(text, plan, family="wgmma") for text, plan in tuned.items()]
-        found = merged(plans, lambda it: kinds_of_kernels(workload, arch, it))
-        for it in plans:
-            assert [kind for kind, tuned in found if it.tuned in tuned] == kinds_of_kernels(workload, arch, it)
-        assert len(found) < sum(len(kinds_of_kernels(workload, arch, it)) for it in plans[:2]) and len(found[0][1]) == 3
+        other = seed.but(stages=3)
+        plans = [planned(text, plan, family="wgmma") for text, plan in (("512", other), ("4096", seed), ("16384", seed))]
+        found = merged(plans, lambda it: kinds_of_kernels(workload, arch, it, alone=False))
+        assert [(kind[0].NAME, kind[1].q_tile, [it.bucket.q_len for it in tuned]) for kind, tuned in found] == [
+            ("mma", 64, [512, 4096, 16384]), ("wgmma", other.q_tile, [512]), ("wgmma", 64, [512]),
+            ("wgmma", seed.q_tile, [4096, 16384]), ("wgmma", 64, [4096, 16384])]
+        assert [kind[1] for kind, _ in found if kind[1].q_tile > 64] == [other, seed]
+        assert {kind[2].queries for kind, _ in found} == {0}
 
 
 class TestGradients:
@@ -208,7 +210,7 @@ class TestLogs:
             plans_of(logs)
 
     @pytest.mark.parametrize("end, message", [("@old", "found 'fwd_.*@old'"), ("@0x5", "found 'fwd_.*@0x5'"),
-                                              ("@9999999999x5", "from 1 to 10")])
+                                              ("@9999999999x5", "from 1 to 10.* are wanted, found 9999999999x5")])
     def test_a_folder_with_another_name_is_refused(self, logs, end, message):
         place = logs("48")
         place.path.rename(place.path.with_name(place.name + end))
@@ -288,8 +290,9 @@ SMALL_RUN = ("--workload", "fwd_d16_dv8_f32_full", "--target", "cpu", "--workers
 class TestTune:
     @pytest.mark.parametrize("arguments, message", [
         (("--lengths",), "expected at least one argument"),
-        (("--lengths", "0"), "from 1 to 10^9 are wanted, such as 512 or 1x8192, found '0'"),
+        (("--lengths", "0"), "lengths are wanted as query rows x key rows, such as 1x8192, or 512 for both, found '0'"),
         (("--lengths", "64", "1x"), "found '1x'"), (("--lengths", "64", "99999999999"), "found '99999999999'"),
+        (("--lengths", "1x9999999999"), "from 1 to 10^9 are wanted, found 1x9999999999"),
         (("--length", "64", "--lengths", "64"), "not allowed with argument --length")])
     def test_bad_lengths(self, arguments, message):
         assert message in command("tune", *SMALL_RUN, *arguments, code=2).stderr

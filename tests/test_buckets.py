@@ -42,9 +42,9 @@ class TestNames:
         assert (found.q_len, found.kv_len) == bucket and bucket_named(str(found)) == found
 
     @pytest.mark.parametrize("text", ["", "0", "00", "-1", "1x", "x1", "1x0", "1X2", "1x2x3", "1e3", "1.5", " 5", "5\n", "٣", "1000000001",
-                                      "5x1000000001", "9" * 5000])
+                                      "5x1000000001", "9" * 5000, "512x", "x"])
     def test_of_nothing_else(self, text):
-        with pytest.raises(ValueError, match=r"from 1 to 10\^9 are wanted, such as 512 or 1x8192, found "):
+        with pytest.raises(ValueError, match=r"(from 1 to 10\^9 are|such as 1x8192, or 512 for both,).* found "):
             bucket_named(text)
 
 
@@ -161,15 +161,14 @@ TIMER = """
 #include "call.h"
 double nanoseconds(long picks) {
   struct timespec begin, end;
-  volatile uint64_t state = 1;
-  volatile const Bucket *found;
+  uint64_t state = 1;
+  volatile long found = 0;
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &begin);
   for (long i = 0; i < picks; ++i) {
     state = state * 6364136223846793005u + 1442695040888963407u;
-    found = nearest_bucket(state >> 40, state >> 50);
+    found += nearest_bucket(state >> 40, state >> 50) - kBuckets;
   }
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &end);
-  (void)found;
   return ((end.tv_sec - begin.tv_sec) * 1e9 + (end.tv_nsec - begin.tv_nsec)) / picks;
 }
 """
@@ -190,4 +189,5 @@ def test_picking_takes_less_than_a_microsecond(tmp_path, count, record_property)
     timer.restype = ctypes.c_double
     found = min(timer(10**6) for _ in range(3))
     record_property("nanoseconds", found)
+    print(f"{found:.1f} ns to pick among {count} buckets")
     assert found < 1000

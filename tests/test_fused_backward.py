@@ -172,7 +172,7 @@ def test_seeds_compile(toolkit, figures, workload):
     source = module.imports[0].inspect_source()
     for kernel in log.kernels:
         assert kernel.warnings == () and kernel.most("static_smem_bytes") == 0
-        assert kernel.most("spill_store_bytes") <= (56 if workload.head_dim == 64 else 0)
+        assert kernel.most("spill_store_bytes") <= (96 if workload.head_dim == 64 else 0)
     for instruction in ("_1_1_1_1", "stmatrix.sync.aligned.m8n8.x4.shared.b16",
                         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"):
         assert instruction in source

@@ -145,7 +145,8 @@ class TestRecords:
         (lambda run: run.update(best=[1]), "best"), (lambda run: run["best"].pop("plan"), "plan"),
         (lambda run: run["best"].update(family=[]), "family"), (lambda run: run["best"].update(seconds="abc"), "seconds"),
         (lambda run: run["best"].update(seconds=-1.0), "seconds"), (lambda run: run["best"]["plan"].update(lanes=8.0), "whole numbers"),
-        (lambda run: run["shape"].update(batch=-1), "shape"), (lambda run: run.update(sessions=None), "sessions"),
+        (lambda run: run["shape"].update(batch=-1), "shape"), (lambda run: run["shape"].update(kv_len=0), "shape"),
+        (lambda run: run.update(sessions=None), "sessions"),
         (lambda run: run.update(schema=99), "schema"),
     ])
     def test_damaged_run_is_refused(self, tuned, change, entry):

@@ -334,6 +334,11 @@ class TestFurtherPlans:
         found = wgmma.further_plans(workload, ARCH, plans["plan"], tuned_at)
         assert found[:-1] == [(plans[name], Calls(queries=queries, **self.WAVE)) for queries, name in places.items()]
 
+    def test_where_several_lengths_were_tuned_each_plan_serves_all_calls_but_those_with_few_tiles(self):
+        seed = seed_of(Workload(256, 256, "float16", "full"))
+        (plan, calls), (small, rest) = wgmma.further_plans(Workload(256, 256, "float16", "full"), ARCH, seed, None)
+        assert (plan, calls, rest) == (seed, Calls(**self.WAVE), Calls()) and (small.q_tile, small.blocks) == (64, 0)
+
     def test_a_plan_stands_once(self):
         """Where neighbours are the same plan, one entry takes the calls of both."""
         workload = Workload(64, 64, "float16", "causal")

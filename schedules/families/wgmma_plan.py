@@ -133,9 +133,11 @@ def further_plans(workload, arch, plan, tuned_at=TUNED_AT):
     """[(plan, Calls), ...] of one artefact; a call takes the first that is for it, and the last is for any call.
 
     They are `plan`, for lengths like that at which it was tuned; what the architecture row has for other lengths; and a plan of a single
-    warpgroup, for calls with so few tiles that larger ones would leave multiprocessors without work.
+    warpgroup, for calls with so few tiles that larger ones would leave multiprocessors without work. Where `tuned_at` is None, the plan is
+    for all lengths: others were tuned, too, and have their own.
     """
     lengths = arch.wgmma_lengths.get(_row_key(workload, arch), ((SHORT + 1, {}), (0, {})))
+    lengths, tuned_at = (((0, {}),), 0) if tuned_at is None else (lengths, tuned_at)
     seed, home = default_plan(workload, arch), next(queries for queries, _ in lengths if queries <= tuned_at)
     one = dict(q_tile=intrinsics.GROUP_ROWS, blocks=0, shared_decode=0, query_stages=1, ping_pong=0, loader_registers=LOADER_REGISTERS[1])
     plans = [(plan if queries == home else _with_room(workload, _with_loader(workload, _dealt(workload, seed.but(**changes)))),

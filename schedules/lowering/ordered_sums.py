@@ -6,7 +6,6 @@ warp_roles gives both to the thread that adds up.
 
 Who waits, waits for a block of a smaller number, which the GPU has started before: so there is always one that need not wait.
 """
-import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import stmt as s_stmt

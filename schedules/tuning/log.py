@@ -185,7 +185,7 @@ def check_run(path, run):
         raise DamagedLog(f"{path} must be of schema {' or '.join(map(str, SCHEMAS))} and name its device, found {run['schema']} and "
                          f"{run['device']}: tune again")
     try:
-        shape_of(run["shape"])
+        bucket_at(shape_of(run["shape"]))
     except (TypeError, ValueError) as error:
         raise DamagedLog(f"{path} must have the shape that was timed, found {run['shape']}: restore the file or delete it") from error
 

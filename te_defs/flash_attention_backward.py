@@ -24,8 +24,9 @@ need seven products where one function with additions to dQ in memory, in any or
 
 Where dK and dV take a function each, both come from the first by what they need, and S and P are computed once more.
 
-Rows that do not count are made so by their loads: of a query row past the end, or one that saw no key, LSE_tile is infinite, and so P, dS
-and all that it adds are zero. A key past the end spoils only rows of dK and dV that are not stored; from dQ the mask keeps it out.
+Rows that do not count are made so by their loads: of a query row past the end, or one that saw no key, LSE_tile is infinite and delta 0,
+and so P, dS and all that it adds are zero, whatever O and dLSE hold there; only its dO and Q must be finite. A key past the end spoils
+rows of dK and dV that are not stored; from dQ the mask keeps it out.
 """
 from tvm import tirx
 from tvm.script import tirx as T
@@ -38,7 +39,8 @@ from te_defs.integers import round_up, tiles_of
 
 
 def attention_delta(workload, through_lse=False):
-    """PrimFunc (dO [B, N, H, DV], O [B, N, H, DV], delta [B, H, N] float32) -> None: delta = rowsum(dO * O).
+    """PrimFunc (dO [B, N, H, DV], O [B, N, H, DV], LSE [B, H, N] float32, delta [B, H, N] float32) -> None: delta = rowsum(dO * O), and 0
+    for a row that sees no key, whose LSE is -inf, whatever the other inputs hold there: 0 * (dP - NaN) would spoil dQ and all of dK.
 
     through_lse  whether a parameter dLSE [B, H, N] float32 stands before delta, the gradient of the LSE. As P is the slope of the LSE,
                  delta = rowsum(dO * O) - dLSE then makes dS = P * (dP - delta) the gradient through both.
@@ -48,11 +50,12 @@ def attention_delta(workload, through_lse=False):
     dtype, DV = workload.dtype, workload.value_dim
 
     @script.prim_func(s_tir=True)
-    def delta_of(d_o: T.handle, o: T.handle, d_lse: T.handle, d: T.handle):
+    def delta_of(d_o: T.handle, o: T.handle, lse: T.handle, d_lse: T.handle, d: T.handle):
         T.func_attr({"tirx.noalias": True, "global_symbol": "main"})
         B, N, H = T.int32(), T.int32(), T.int32()
         dO = T.match_buffer(d_o, (B, N, H, DV), dtype, align=4)
         O = T.match_buffer(o, (B, N, H, DV), dtype, align=4)
+        LSE = T.match_buffer(lse, (B, H, N), "float32", align=4)
         dLSE = T.match_buffer(d_lse, (B, H, N), "float32", align=4)
         delta = T.match_buffer(d, (B, H, N), "float32", align=4)
         row_sum = T.sblock_alloc_buffer((B, H, N), "float32")
@@ -65,7 +68,8 @@ def attention_delta(workload, through_lse=False):
         for b, h, i in T.grid(B, H, N):
             with T.sblock("delta"):
                 vb, vh, vi = T.axis.remap("SSS", [b, h, i])
-                delta[vb, vh, vi] = row_sum[vb, vh, vi] - dLSE[vb, vh, vi] if through_lse else row_sum[vb, vh, vi]
+                of_row = T.meta_var(row_sum[vb, vh, vi] - dLSE[vb, vh, vi] if through_lse else row_sum[vb, vh, vi])
+                delta[vb, vh, vi] = T.Select(LSE[vb, vh, vi] == -T.infinity("float32"), T.float32(0), of_row)
 
     if through_lse:
         return delta_of

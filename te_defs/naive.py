@@ -86,10 +86,13 @@ def naive_backward(workload):
     def place(b, h, i, j):
         return [x.astype("int32") for x in (b, h, i, j, N, M)]
 
+    def sees(b, h, i):
+        return LSE[b, h, i] > tirx.const(float("-inf"), "float32")
+
     def probability(b, h, i, j):
         s = S[b, h, i, j] * scale
         s = s if score is None else score.modify(s, *place(b, h, i, j))
-        kept = tirx.And(mask.at(b).keep(mask.position(i, N, M), j, M), LSE[b, h, i] > tirx.const(float("-inf"), "float32"))
+        kept = tirx.And(mask.at(b).keep(mask.position(i, N, M), j, M), sees(b, h, i))
         return tirx.Select(kept, te.exp(s - LSE[b, h, i]), tirx.const(0, "float32"))
 
     def gradient(b, h, i, j):
@@ -108,7 +111,8 @@ def naive_backward(workload):
 
     S, dP = scores(Q, K, D, "S"), scores(dO, V, DV, "dP")
     c = te.reduce_axis((0, DV), name="c")
-    delta = te.compute((B, H, N), lambda b, h, i: te.sum(wide(dO, b, i, h, c) * wide(O, b, i, h, c), axis=c), name="delta")
+    row_sum = te.compute((B, H, N), lambda b, h, i: te.sum(wide(dO, b, i, h, c) * wide(O, b, i, h, c), axis=c), name="row_sum")
+    delta = te.compute((B, H, N), lambda *row: tirx.Select(sees(*row), row_sum[row], tirx.const(0, "float32")), name="delta")
     P = te.compute((B, H, N, M), probability, name="P")
     dS = te.compute((B, H, N, M), gradient, name="dS")
     dQ_acc = te.compute((B, N, H, D), lambda b, i, h, c: te.sum(dS[b, h, i, j] * wide(K, b, j, h // group, c), axis=j), name="dQ_acc")

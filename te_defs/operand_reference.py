@@ -3,7 +3,7 @@ import ml_dtypes
 import numpy as np
 
 from te_defs.lengths import slices
-from te_defs.reference import errors_of_scores, forward, probabilities, product, row_sums
+from te_defs.reference import delta_of, errors_of_scores, forward, probabilities, product, row_sums
 from te_defs.workload import SINK
 
 
@@ -14,7 +14,7 @@ def gradient_of(workload, name, dout, q, k, v, out, lse, scale=None, arguments=(
         return sum((gradient_of(workload, name, *part, scale, arguments, dlse=of_lse)
                     for *part, of_lse in _entries(workload, lengths, dout, q, k, v, out, lse, dlse)), np.zeros(operand.shape))
     dout, q, k, v, out, lse = (x.astype(np.float64) for x in (dout, q, k, v, out, lse))
-    delta = row_sums(dout * out) - (0 if dlse is None else dlse.astype(np.float64))
+    delta = delta_of(dout, out, lse, dlse)
     if name == SINK.name:
         return _folded(-_share(operand, lse) * delta[..., None], axes, operand)
     p, slope = _slopes(workload, name, q, k, lse, scale, arguments)

@@ -120,6 +120,11 @@ def probabilities(workload, q, k, lse, scale, arguments):
     return s, p, 1.0 if score is None else np.where(p > 0, score.applied_slopes(raw, raw.shape[2:]), 0)
 
 
+def delta_of(dout, out, lse, dlse=None):
+    """rowsum(dO * O) - dLSE [B, H, N] in float64; 0 for rows that see no key, whatever stands there."""
+    return np.where(np.isneginf(lse), 0.0, row_sums(dout * out) - (0 if dlse is None else dlse.astype(np.float64)))
+
+
 def backward(workload, dout, q, k, v, out, lse, scale=None, arguments=(), lengths=(), dlse=None):
     """Gradients dQ, dK, dV in float64, recomputed from the LSE (FlashAttention-2, section 2.3.2); those of the arguments are left out.
 
@@ -139,7 +144,7 @@ def backward(workload, dout, q, k, v, out, lse, scale=None, arguments=(), length
     dout, q, k, v, out, lse = (x.astype(np.float64) for x in (dout, q, k, v, out, lse))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _, p, slope = probabilities(workload, q, k, lse, scale, arguments)
-    delta = row_sums(dout * out) - (0 if dlse is None else dlse.astype(np.float64))
+    delta = delta_of(dout, out, lse, dlse)
     ds = p * (product(dout, v) - delta[..., None]) * slope
     dq, dk, dv = scale * _mean(ds, k), scale * _by_keys(ds, q), _by_keys(p, dout)
     return dq, *(_summed_over_groups(x, k.shape[2]) for x in (dk, dv))

@@ -16,9 +16,21 @@ from te_defs import reference
 from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, attention_dq
 from te_defs.fused_backward import attention_dk_dv_dq, attention_dq_cast, sum_tiles
 from te_defs.naive import naive_backward
-from te_defs.workload import Shape, Workload, make_arguments
+from te_defs.workload import Shape, Workload, element_type, make_arguments
 from tests.numbers import on_llvm
 from tests.stand_in_kernel import named, on_cuda, variant
+
+#: Calls with rows that see no key, next to others that do: parts of a workload's name, shape, arguments of the lengths.
+WITHOUT_KEYS = {
+    "causal": ("causal", Shape(2, 4, 2, 90, 40), ()), "window": ("window", Shape(1, 4, 2, 90, 40, (20, 0)), ()),
+    "prefix": ("prefix", Shape(1, 2, 2, 70, 40, (0,)), ()), "no_keys": ("full", Shape(1, 2, 1, 37, 0), ()),
+    "score": ("full+bias", Shape(1, 2, 1, 37, 40), ()), "sink": ("causal+sink", Shape(1, 4, 2, 70, 30), ()),
+    "lengths": ("full+keys", Shape(3, 4, 2, 50, 70), (np.array([0, 70, 33], np.int32),)),
+    "causal_lengths": ("causal+keys", Shape(3, 4, 2, 50, 70), (np.array([5, 0, 70], np.int32),)),
+    "sequences": ("full+packed", Shape(1, 4, 2, 90, 110),
+                  (np.array([0, 25, 45, 90], np.int32), np.array([0, 60, 60, 110], np.int32), 45)),
+    "causal_sequences": ("causal+packed", Shape(1, 4, 2, 90, 110),
+                         (np.array([0, 5, 45, 90], np.int32), np.array([0, 0, 20, 110], np.int32), 45))}
 
 #: Shapes with a scale each.
 RAGGED = [(Shape(1, 2, 1, 37, 70), 0.125), (Shape(1, 1, 1, 70, 33), -0.2), (Shape(1, 2, 2, 5, 0), 0.0)]
@@ -46,7 +58,7 @@ class Plain:
     def __call__(self, dout, q, k, v, out, lse, scale, arguments=()):
         dout, q_, k_, v_, out, lse_ = map(tvm.runtime.tensor, (dout, q, k, v, out, lse))
         delta, (dq, dk, dv), arguments = tvm.runtime.tensor(np.full_like(lse, np.nan)), _outputs(q, k, v), _handed_over(arguments)
-        self.delta(dout, out, delta)
+        self.delta(dout, out, lse_, delta)
         self.of_keys((dout, q_, k_, v_, lse_, delta), dk, dv, scale, *arguments)
         self.dq(dout, q_, k_, v_, lse_, delta, dq, scale, *arguments)
         return [x.numpy() for x in (dq, dk, dv)]
@@ -98,7 +110,7 @@ class Fused:
         tiles = sum_tiles(rows, self.q_tile, arguments[-4].shape[0] - 1 if self.packed else 0)
         dq_sum = tvm.runtime.tensor(np.zeros((batch, heads, tiles, *self.shape_of_tile(channels)), "float32"))
         self.turns = tvm.runtime.tensor(np.zeros((batch, heads, tiles), "int32"))
-        self.delta(dout, out, delta)
+        self.delta(dout, out, lse_, delta)
         self.fused(dout, q_, k_, v_, lse_, delta, dq_sum, *([self.turns] if self.in_order else []), dk, dv, scale, *arguments)
         self.dq_cast(dq_sum, dq, scale, *arguments)
         return [x.numpy() for x in (dq, dk, dv)]
@@ -114,9 +126,27 @@ def alone(family, role, workload, plan, arch):
     return compiled({role: family.schedule(role, workload, plan).mod["main"]}, family, arch)
 
 
-def delta_alone(workload, arch):
+def delta_alone(workload, arch, through_lse=False):
     """The same of delta, which any family's pipeline lowers."""
-    return compiled({delta.NAME: delta.schedule(workload, arch).mod["main"]}, cpu if arch.kind == "cpu" else simt, arch)
+    return compiled({delta.NAME: delta.schedule(workload, arch, through_lse=through_lse).mod["main"]},
+                    cpu if arch.kind == "cpu" else simt, arch)
+
+
+def check_delta(function, workload, B, N, H, through_lse=False, device=None):
+    """Assert that delta is rowsum(dO * O) - dLSE at these sizes, and 0 in rows that see no key, where dO, O and dLSE hold NaN."""
+    rng, device = np.random.default_rng(0), device or tvm.cpu()
+    d_out, out = (rng.standard_normal((B, N, H, workload.value_dim), np.float32).astype(element_type(workload)) for _ in range(2))
+    lse, d_lse = (rng.standard_normal((B, H, N), np.float32) for _ in range(2))
+    unseen = rng.random((B, H, N)) < 0.3
+    lse[unseen], d_lse[unseen] = -np.inf, np.nan
+    d_out.swapaxes(1, 2)[unseen], out.swapaxes(1, 2)[unseen] = np.nan, np.nan
+    found = tvm.runtime.tensor(np.full((B, H, N), np.nan, np.float32), device)
+    function(*(tvm.runtime.tensor(x, device) for x in (d_out, out, lse, *([d_lse] if through_lse else []))), found)
+    terms = d_out.astype(np.float64) * out.astype(np.float64)
+    wanted, magnitude = (x.sum(-1).swapaxes(1, 2) for x in (terms, abs(terms)))
+    wanted, magnitude = (wanted - d_lse, magnitude + abs(d_lse)) if through_lse else (wanted, magnitude)
+    assert not found.numpy()[unseen].any()
+    assert np.all(abs(found.numpy() - wanted)[~unseen] <= 1e-6 * magnitude[~unseen])
 
 
 def unbound(family):
@@ -184,13 +214,37 @@ def problem(workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1, 
     return reference.backward_case(workload, dout, q, k, v, scale, arguments, lengths, dlse)
 
 
-def verdict(function, workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1, through_lse=False):
+def without_keys(name, head_dim, value_dim, dtype):
+    """(workload, shape, arguments, lengths) of a call of WITHOUT_KEYS. A bias hides all keys of a few rows, and a sink of half of the
+    heads is none."""
+    features, shape, lengths = WITHOUT_KEYS[name]
+    workload = Workload.parse(f"fwd_d{head_dim}_dv{value_dim}_{dtype}_{features}")
+    arguments = make_arguments(workload, shape)
+    if name == "score":
+        arguments[-1][:, :, 3:9] = -np.inf
+    if name == "sink":
+        arguments[-1][::2] = -np.inf
+    return workload, shape, arguments, lengths
+
+
+def spoil(lse, unseen, out, dlse=None):
+    """Copies of O, and of dLSE where there is one, with a value in rows that see no key, of which there must be some; None: as they are."""
+    rows = [x.copy() for x in (out.swapaxes(1, 2), dlse) if x is not None]
+    if unseen is not None:
+        assert np.isneginf(lse).any(), "a call with rows that see no key was wanted"
+        for x in rows:
+            x[np.isneginf(lse)] = unseen
+    return np.ascontiguousarray(rows[0].swapaxes(1, 2)), *rows[1:]
+
+
+def verdict(function, workload, shape, scale, arguments=(), lengths=(), seed=0, factor=1, through_lse=False, unseen=None):
     """None where the gradients are right on seeded inputs, else the reference's sentence; with a gradient of the LSE where
-    `through_lse`."""
+    `through_lse`, and `spoil`ed by `unseen`."""
     scale, size = float(np.float32(scale)), (shape.batch, shape.q_heads, shape.q_len)
     dlse = np.random.default_rng([seed, 2]).standard_normal(size, np.float32) if through_lse else None
     given, answers, lse = problem(workload, shape, scale, arguments, lengths, seed, factor, dlse)
-    gradients = function(*given, scale, (*arguments, *lengths), *((dlse,) if through_lse else ()))
+    spoiled = spoil(lse, unseen, given[4], dlse)
+    gradients = function(*given[:4], spoiled[0], given[5], scale, (*arguments, *lengths), *spoiled[1:])
     for yardstick in (False, True):  # which takes most of the time, and can but allow more
         bounds = reference.backward_tolerances(workload, *given[:4], answers, scale, arguments, lengths, dlse, yardstick)
         sentence = reference.backward_mismatch(gradients, answers, bounds, lse)

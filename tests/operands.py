@@ -9,7 +9,7 @@ from te_defs import operand_reference
 from te_defs.flash_attention_backward import attention_delta
 from te_defs.operand_gradients import attention_d_operand, attention_d_sink, attention_fold_parts, dtype_of
 from te_defs.workload import SINK, Workload
-from tests.backward import problem
+from tests.backward import problem, spoil
 from tests.numbers import on_llvm
 
 
@@ -45,7 +45,7 @@ class Plain:
         operand, (dout, q, k, v, out, lse, dlse) = arguments[self.number], map(tvm.runtime.tensor, (dout, q, k, v, out, lse, dlse))
         delta, behind = tvm.runtime.tensor(np.full(lse.shape, np.nan, np.float32)), [
             tvm.runtime.tensor(x) if isinstance(x, np.ndarray) else x for x in arguments]
-        self.delta(dout, out, dlse, delta)
+        self.delta(dout, out, lse, dlse, delta)
         inputs = (lse, delta) if self.name == SINK.name else (dout, q, k, v, lse, delta)
         dtype = np.float32 if self.parts else operand.dtype
         sums = tvm.runtime.tensor(np.full((max(self.parts, 1), *operand.shape), np.nan, np.float32).astype(dtype))
@@ -77,12 +77,13 @@ class Called:
         return dict(zip(self.made, first))[self.name]
 
 
-def verdict(function, workload, name, shape, scale, arguments, lengths=(), seed=0, through_lse=True):
-    """None where the gradient of an argument is right on seeded inputs, else the reference's sentence."""
+def verdict(function, workload, name, shape, scale, arguments, lengths=(), seed=0, through_lse=True, unseen=None):
+    """None where the gradient of an argument is right on seeded inputs, `spoil`ed by `unseen`, else the reference's sentence."""
     scale, size = float(np.float32(scale)), (shape.batch, shape.q_heads, shape.q_len)
     dlse = np.random.default_rng([seed, 2]).standard_normal(size, np.float32) * np.float32(through_lse)
-    given, *_ = problem(workload, shape, scale, arguments, lengths, seed, dlse=dlse)
+    given, _, right_lse = problem(workload, shape, scale, arguments, lengths, seed, dlse=dlse)
     answer = operand_reference.gradient_of(workload, name, *given, scale, arguments, lengths, dlse)
     bound = operand_reference.tolerance(workload, name, *given[:4], answer, scale, arguments, lengths, dlse)
-    found = function(*given, scale, (*arguments, *lengths), dlse)
+    out, dlse = spoil(right_lse, unseen, given[4], dlse)
+    found = function(*given[:4], out, given[5], scale, (*arguments, *lengths), dlse)
     return operand_reference.mismatch(name, found, answer, bound)

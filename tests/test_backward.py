@@ -14,7 +14,7 @@ from te_defs.flash_attention_backward import attention_delta, attention_dk_dv, a
 from te_defs.lengths import sample
 from te_defs.masks import MASKS
 from te_defs.workload import Shape, Workload, make_arguments
-from tests.backward import Apart, Fused, Naive, Plain, problem, verdict
+from tests.backward import WITHOUT_KEYS, Apart, Fused, Naive, Plain, problem, verdict, without_keys
 
 WORKLOADS = {w.name: w for w in (Workload(32, 16, "float16", "causal"), Workload(16, 32, "bfloat16", "full"),
                                  *(Workload(16, 24, "float32", mask) for mask in MASKS))}
@@ -51,6 +51,10 @@ def tiled(request, compiled):
 @pytest.fixture
 def plain(compiled):
     return functools.partial(compiled, Plain)
+
+
+def ordered(workload):
+    return Fused(workload, in_order=True)
 
 
 def featured(features):
@@ -129,6 +133,17 @@ def test_rows_without_keys_and_keys_without_queries_get_zeros(form):
     it = replace(it, mask="causal")
     given, _, lse = problem(it, Shape(1, 1, 1, 90, 20), 0.25)
     assert np.isneginf(lse[..., :70]).all() and not form(it)(*given, 0.25)[0][:, :70].any()
+
+
+@pytest.mark.parametrize("unseen", [np.nan, np.inf])
+@pytest.mark.parametrize("form, name", [
+    (form, name) for form in (Naive, Plain, Fused, ordered) for name, (_, _, lengths) in WITHOUT_KEYS.items()
+    if form is not Naive or not lengths], ids=lambda it: getattr(it, "__name__", it))
+def test_what_stands_in_o_of_rows_without_keys_does_not_leak(compiled, form, name, unseen):
+    """0 * (dP - NaN) would be NaN."""
+    it, shape, arguments, lengths = without_keys(name, 16, 24, "f32")
+    lengths = (*lengths, int(np.diff(lengths[1]).max())) if it.lengths == "packed" else lengths
+    assert verdict(compiled(form, it), it, shape, 0.25, arguments, lengths, unseen=unseen) is None
 
 
 def test_twice_the_same_bits(plain):

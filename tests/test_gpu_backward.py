@@ -2,17 +2,16 @@
 import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import tvm
 
 from schedules.backward import ANY_ORDER, FAMILIES
 from schedules.families import delta, mma_backward, simt_backward, wgmma_backward, wgmma_fused_backward, wgmma_ordered_backward
 from schedules.lowering.cuda_compile import cuda_compiler
-from te_defs import lengths, reference
+from te_defs import lengths
 from te_defs.workload import Shape, Workload, make_arguments
 from tests import operands
-from tests.backward import Called, delta_alone, export_gradients, verdict
+from tests.backward import Called, check_delta, delta_alone, export_gradients, verdict
 
 pytestmark = pytest.mark.gpu
 WORKLOADS = [Workload.parse(f"fwd_{name}") for name in (
@@ -92,13 +91,8 @@ def test_thirty_runs_give_the_same_bits(gradients, family, channels):
 
 @pytest.mark.parametrize("workload", [Workload(64, 64, "float32"), Workload(128, 128, "float16"), Workload(64, 40, "bfloat16")],
                          ids=lambda w: w.name)
-def test_delta(gpu_arch, toolkit, workload):
+@pytest.mark.parametrize("through_lse", [False, True], ids=["", "through_lse"])
+def test_delta(gpu_arch, toolkit, workload, through_lse):
     with cuda_compiler(toolkit, (gpu_arch.name,)):
-        function = delta_alone(workload, gpu_arch)[delta.NAME]
-    rng = np.random.default_rng(0)
-    size, dtype = (2, 3001, 5, workload.value_dim), reference.numpy_dtype(workload)
-    d_out, out = (rng.standard_normal(size, np.float32).astype(dtype) for _ in range(2))
-    found = tvm.runtime.tensor(np.full((2, 5, 3001), np.nan, np.float32), tvm.cuda(0))
-    function(tvm.runtime.tensor(d_out, tvm.cuda(0)), tvm.runtime.tensor(out, tvm.cuda(0)), found)
-    terms = d_out.astype(np.float64) * out.astype(np.float64)
-    assert np.all(abs(found.numpy() - terms.sum(-1).swapaxes(1, 2)) <= 1e-6 * abs(terms).sum(-1).swapaxes(1, 2))
+        function = delta_alone(workload, gpu_arch, through_lse)[delta.NAME]
+    check_delta(function, workload, 2, 3001, 5, through_lse, tvm.cuda(0))

@@ -47,6 +47,16 @@ class TestPlain:
         workload = featured(features, dtype)
         check(Plain(workload, name, parts), workload, name)
 
+    @pytest.mark.parametrize("unseen", [np.nan, np.inf])
+    @pytest.mark.parametrize("features, name", [("causal+bias", "bias"), ("causal+alibi", "slopes"), ("causal+sink", "sink")])
+    def test_what_stands_in_rows_without_keys_does_not_leak(self, features, name, unseen):
+        workload = featured(features)
+        shape = Shape(2, 6, 2, 50, 20, workload.mask_class.samples[-1])
+        arguments = make_arguments(workload, shape)
+        if name == "sink":
+            arguments[-1][::2] = -np.inf
+        assert verdict(Plain(workload, name), workload, name, shape, 0.25, arguments, unseen=unseen) is None
+
     def test_rows_without_keys_have_their_share_of_the_sink_alone(self):
         """O is zero there, and the LSE is the sink: its slope is one."""
         workload, shape = featured("full+sink"), Shape(2, 3, 3, 7, 0)

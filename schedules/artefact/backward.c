@@ -56,15 +56,15 @@ static int launch(void *self, const Call *call, const TVMFFIAny *dlse, const TVM
   bool adds = call->variant->sum_rows > 0, apart = call->variant->functions[GRADIENTS_OF_VALUES] != NULL, turn = call->variant->turns;
   bool queries = call->longest[0] > 0 && call->views[LSE].span > 0;
   bool keys = call->longest[1] > 0 && call->views[DK].span > 0;
-  TVMFFIAny of_delta[] = {it[DOUT], it[OUT], *delta}, through_lse[] = {it[DOUT], it[OUT], *dlse, *delta};
+  TVMFFIAny of_delta[] = {it[DOUT], it[OUT], it[LSE], *delta}, through_lse[] = {it[DOUT], it[OUT], it[LSE], *dlse, *delta};
   TVMFFIAny of_keys[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DK], it[DV]};
   TVMFFIAny of_values[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DV]};
   TVMFFIAny of_all[MOST_OWN] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, *sums}, zeros[] = {*sums, *turns};
   TVMFFIAny of_queries[] = {it[DOUT], it[Q], it[K], it[V], it[LSE], *delta, it[DQ]};
   TVMFFIAny of_sums[] = {*sums, it[DQ]};
 
-  if (queries && (dlse->type_index == kTVMFFINone ? invoke(self, call, DELTA, of_delta, 3, 0, result)
-                                                  : invoke(self, call, DELTA_THROUGH_LSE, through_lse, 4, 0, result)))
+  if (queries && (dlse->type_index == kTVMFFINone ? invoke(self, call, DELTA, of_delta, 4, 0, result)
+                                                  : invoke(self, call, DELTA_THROUGH_LSE, through_lse, 5, 0, result)))
     return -1;
   /* Keys without queries take their turn at a tile that nobody reads. */
   if ((queries || (keys && turn)) && adds && invoke(self, call, ZEROS, zeros, turn ? 2 : 1, 0, result)) return -1;

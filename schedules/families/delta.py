@@ -9,10 +9,11 @@ grid is on blockIdx.x: the other axes end at 65,535. The GPU's nest, of d 128 an
 
     row / 32  @blockIdx.x
       row % 32  @threadIdx.y
+        LSE_local, or dLSE_local LSE_local        one element of each row
         lane of 8  @threadIdx.x
           dO_local O_local                        registers, two vectors of 8 each
           row_sum                                 16 channels in order, then shuffles over the lanes
-        delta                                     guarded: the last block may have fewer rows
+        delta                                     guarded: the last block may have fewer rows; 0 where the row sees no key
 """
 import tvm
 from tvm import s_tir
@@ -58,6 +59,9 @@ def give_rows_lanes(sch, workload):
     sch.unroll(c)
     sch.set_scope("row_sum", 0, "local")
     sch.reverse_compute_at("delta", row)
+    # In front of the sum and by all lanes: inside the choice between two values their loads would each wait for what comes before.
+    for read in [region.source.name for region in sch.get(sch.get_sblock("delta")).reads if "LSE" in region.source.name]:
+        sch.compute_at(sch.cache_read("delta", read, "local"), row, index=-2)
     return block, row, lane
 
 

@@ -7,6 +7,7 @@ import pytest
 from te_defs import reference
 from te_defs.storage import EXPANDED, STORAGES
 from te_defs.workload import Shape, Workload
+from tests.backward import WITHOUT_KEYS, verdict, without_keys
 from tests.numbers import run, verdict_on
 
 pytestmark = pytest.mark.slow
@@ -204,6 +205,19 @@ class TestLengths:
     def test_of_packed_views(self, ask, storage):
         lengths = np.array([0, 40, 70], np.int32), np.array([0, 20, 70], np.int32), 60
         assert self.wrong(ask, "causal", (), ask.inputs(1, 4, 2, 70, 70), lengths, storage, "packed") is None
+
+
+class TestGradients:
+    @pytest.mark.parametrize("unseen", [np.nan, np.inf])
+    @pytest.mark.parametrize("name", WITHOUT_KEYS)
+    def test_what_stands_in_rows_without_keys_does_not_leak(self, gradients, name, unseen):
+        """In O and dLSE: 0 * (dP - NaN) would be NaN in their dQ and in dK of all keys."""
+        workload, shape, arguments, lengths = without_keys(name, 64, 64, "f16")
+        if gradients.declines(workload) is not None:
+            pytest.skip(f"{gradients.name} declines: {gradients.declines(workload)}")
+        function = gradients.backward(workload)
+        for through_lse in (False, True):
+            assert verdict(function, workload, shape, 0.125, arguments, lengths, through_lse=through_lse, unseen=unseen) is None
 
 
 class TestNumbers:

@@ -2,9 +2,11 @@
 
     python -m scripts.conformance --against torch
     python -m scripts.conformance --target cpu --call 1234
+    python -m scripts.conformance --backward any-order --family wgmma_fused_backward
 
-A call is drawn from its number alone: masks, lengths, groups of heads, types, scales and data. What is right, one function decides for
-all (te_defs/reference.py); of PyTorch only the output is asked, not the LSE.
+A call is drawn from its number alone, and what the family takes: masks, lengths, groups of heads, types, scales and data. What is right,
+one function decides for all (te_defs/reference.py); of PyTorch only the output is asked, not the LSE. With --backward the calls are for
+dQ, dK and dV, of ours alone; in order two of each must give the same bits, as two of the forward pass must.
 Exit codes: 0 ours are all right, 1 some are not, 2 wrong arguments.
 """
 import argparse
@@ -23,12 +25,12 @@ from typing import Callable
 import numpy as np
 import tvm
 
-from schedules import registry
+from schedules import backward, registry
 from schedules.tuning.subjects import subject_of
 from scripts import cli, options
-from scripts.kernels import Planned, answer, build_artefact, cuda_toolkit
+from scripts.kernels import Gradients, Planned, answer, answer_gradients, behind_scale, build_artefact, cuda_toolkit
 from te_defs.masks import MASKS
-from te_defs.random_calls import judged, random_call, wanted, workloads_of
+from te_defs.random_calls import forward_problem, gradient_problem, judged, random_call, workloads_of, workloads_of_gradients
 
 RIGHT, WRONG, REFUSED = "right", "wrong", "refused"
 #: Wrong answers of one contestant that are told in full.
@@ -52,12 +54,19 @@ FEATURES = {
     "denormal inputs": lambda call: call.data == "tiny",
     "all calls": lambda call: True,
 }
+#: The same of calls for gradients.
+FEATURES_OF_GRADIENTS = {
+    "lengths of keys": lambda call: call.workload.lengths == "keys",
+    "packed sequences": lambda call: call.workload.lengths == "packed",
+    "a gradient of the LSE": lambda call: call.through_lse,
+    **FEATURES,
+}
 
 
 @dataclass(frozen=True)
 class Answerer:
-    """Who is asked: a name, and a function (call, inputs) -> [(out, lse) of each run], lse None where it gives none; an exception of it is
-    a refusal."""
+    """Who is asked: a name, and a function (call, inputs) -> [(out, lse) or (dq, dk, dv) of each run], None for what it does not give; an
+    exception of it is a refusal."""
 
     name: str
     answers: Callable
@@ -67,6 +76,16 @@ def ours(functions, device):
     """Answerer of exported functions by workload."""
     def answers(call, inputs):
         return [answer(functions[call.workload], inputs, call.rounded_scale, call.arguments, device, call.storage) for _ in range(2)]
+    return Answerer("ours", answers)
+
+
+def our_gradients(functions, device, times):
+    """Answerer of exported functions for gradients by workload, each of which is called so many times."""
+    def answers(call, inputs):
+        given, dlse = inputs
+        behind = behind_scale(call.workload, (*call.arguments, *call.given_lengths()), dlse)
+        where = device, call.storage, call.workload.lengths == "packed"
+        return [answer_gradients(functions[call.workload], given, call.rounded_scale, behind, *where) for _ in range(times)]
     return Answerer("ours", answers)
 
 
@@ -119,15 +138,19 @@ def of_torch(kind):
     return [Answerer("PyTorch SDPA", answers_by(sdpa)), Answerer("FlexAttention", answers_by(flex))]
 
 
-def ask(answerers, calls):
-    """({(feature, name): Counter of right, wrong and refused}, {name: [(number of a call, sentence about what was wrong or refused)]})."""
+def ask(answerers, calls, features, problem):
+    """({(feature, name): Counter of right, wrong and refused}, {name: [(number of a call, sentence about what was wrong or refused)]}).
+
+    features  FEATURES or FEATURES_OF_GRADIENTS
+    problem   function of a call: (inputs of an Answerer, what is wanted, as `judged` takes it)
+    """
     found, told = {}, {answerer.name: [] for answerer in answerers}
     for call in calls:
-        inputs, rows = call.inputs(), [feature for feature, holds in FEATURES.items() if holds(call)]
-        right = (_, lse_answer), _ = wanted(call, inputs)
+        rows = [feature for feature, holds in features.items() if holds(call)]
+        inputs, right = problem(call)
         for answerer in answerers:
             try:
-                runs = [(out, lse_answer.astype(np.float32) if lse is None else lse) for out, lse in answerer.answers(call, inputs)]
+                runs = [[part if given is None else given for given, part in zip(run, right[0])] for run in answerer.answers(call, inputs)]
                 complaint = judged(runs, right)
                 verdict = RIGHT if complaint is None else WRONG
             except Exception as error:  # each refuses in its own way
@@ -142,7 +165,7 @@ def ask(answerers, calls):
 def table(found, names):
     """Markdown: a row for each feature that occurred, a column for each name with how many of its calls were right."""
     lines = [["", *names], ["---"] * (1 + len(names))]
-    for feature in FEATURES:
+    for feature in FEATURES_OF_GRADIENTS:
         if any((feature, name) in found for name in names):
             lines.append([feature, *(_cell(found.get((feature, name), Counter())) for name in names)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -155,11 +178,12 @@ def _cell(counts):
 
 @dataclass(frozen=True)
 class Job:
-    """The calls of one workload, for a process of its own; `family` and `plan` are what the artefact at `path` is built of."""
+    """The calls of one workload, for a process of its own; the artefact at `path` is built of `planned` and, where there are some, of the
+    Gradients that are then asked for."""
 
-    family: str
+    planned: Planned
+    gradients: Gradients | None
     workload: object
-    plan: object
     device: object
     path: Path
     calls: tuple
@@ -167,11 +191,15 @@ class Job:
 
     def asked(self):
         """What `ask` finds."""
-        build_artefact([Planned(self.family, self.plan)], self.workload, self.device.arch, self.path)
+        gradients, kind = self.gradients, self.device.kind
+        build_artefact([self.planned], self.workload, self.device.arch, self.path, [gradients] if gradients else ())
         cuda_toolkit(self.device.arch)
-        functions = {self.workload: tvm.runtime.load_module(str(self.path))["flash_attention_forward"]}
-        kind = self.device.kind
-        return ask([ours(functions, tvm.runtime.device(kind, 0)), *(of_torch(kind) if self.against else ())], self.calls)
+        module, here = tvm.runtime.load_module(str(self.path)), tvm.runtime.device(kind, 0)
+        if gradients:
+            functions, times = {self.workload: module["flash_attention_backward"]}, 2 if gradients.order == backward.IN_ORDER else 1
+            return ask([our_gradients(functions, here, times)], self.calls, FEATURES_OF_GRADIENTS, gradient_problem)
+        us = ours({self.workload: module["flash_attention_forward"]}, here)
+        return ask([us, *(of_torch(kind) if self.against else ())], self.calls, FEATURES, forward_problem)
 
 
 def ask_side_by_side(jobs):
@@ -194,17 +222,42 @@ def merged(results):
 
 
 def jobs(args, device, calls, folder):
-    """Jobs of calls: of each workload its own, by the default plan of the family that takes it."""
+    """Jobs of calls: of each workload its own, by the default plan of the family that takes it; where that makes gradients, beside the
+    forward pass of the first that takes it."""
     for workload in sorted({call.workload for call in calls}, key=lambda it: it.name):
-        family = options.families_of(args.family, subject_of(workload), device.arch)[0]
-        yield Job(family.NAME, workload, family.default_plan(workload, device.arch), device, folder / f"{workload.name}.so",
-                  tuple(call for call in calls if call.workload == workload), bool(args.against))
+        family, gradients = options.families_of(args.family, subject_of(workload, args.backward), device.arch)[0], None
+        if args.backward:
+            gradients = Gradients(family.NAME, backward.default_plans(family, workload, device.arch), order=args.backward)
+            family = registry.takers(workload, device.arch)[0]
+        yield Job(Planned(family.NAME, family.default_plan(workload, device.arch)), gradients, workload, device,
+                  folder / f"{workload.name}.so", tuple(call for call in calls if call.workload == workload), bool(args.against))
+
+
+def workloads_taken(args, device):
+    """What the calls are drawn from, of what --family takes, or any family; UsageError where that is nothing."""
+    families = backward.FAMILIES[args.backward] if args.backward else registry.FAMILIES
+
+    def takes(workload):
+        return any(family.decline(workload, device.arch) is None for family in families if args.family in (None, family.NAME))
+    if args.backward:
+        found = workloads_of_gradients(device.kind, takes, dealt=False)
+    else:
+        found = [workload for workload in workloads_of(device.kind) if takes(workload)]
+    if not found and args.family is None:
+        raise cli.UsageError(f"gradients {args.backward} want a GPU with tensor cores, found {device.description}: use --backward "
+                             f"{backward.IN_ORDER}")
+    if not found:
+        raise cli.UsageError(f"--family must take one of the workloads, found that {args.family} takes none: name another one of "
+                             f"{', '.join(family.NAME for family in families)}")
+    return found
 
 
 def make_parser():
     parser = options.parser("conformance", __doc__)
     parser.add_argument("--target", default="auto", help="auto: the GPU of this machine, else its CPU; or cpu")
-    parser.add_argument("--family", default=None, help="family of our kernels; None: the first that takes the workload")
+    options.add_backward(parser, "make calls for gradients")
+    parser.add_argument("--family", default=None, help="family of our kernels, of gradients with --backward; None: the first that takes "
+                        "the workload")
     parser.add_argument("--against", nargs="*", choices=["torch"], default=[], help="who is asked too, as far as it is installed")
     parser.add_argument("--calls", type=_count, default=2000, help="how many calls are made")
     parser.add_argument("--call", type=int, default=None, help="make the call of this number only")
@@ -221,11 +274,11 @@ def run(args):
     device = cli.find_device(args.target)
     if device.slug is None:
         raise cli.UsageError(f"calls need a device that is there, found {device.description}: use --target auto")
+    if args.backward and args.against:
+        raise cli.UsageError("--against goes with the forward pass, since PyTorch's SDPA could be asked one in six of the calls for "
+                             f"gradients, found it with --backward {args.backward}: leave one of them out")
     cli.echo(**{**vars(args), "command": "conformance", "target": device.description})
-    taken = [workload for workload in workloads_of(device.kind)
-             if any(reason is None and args.family in (None, name) for name, reason in registry.declines(workload, device.arch).items())]
-    if not taken:
-        raise cli.UsageError(f"--family must take one of the workloads, found that {args.family} takes none: name another one")
+    taken = workloads_taken(args, device)
     calls = [random_call(number, taken) for number in (range(args.calls) if args.call is None else [args.call])]
     if args.against and importlib.util.find_spec("torch") is None:
         print("torch is left out: it is not installed")

@@ -263,6 +263,15 @@ def answer_gradients(backward, inputs, scale, arguments=(), device=None, storage
     return [*gradients.written(0, 1, 2), *(tensor.numpy() for tensor in of_operands)]
 
 
+def behind_scale(workload, arguments, dlse=None):
+    """What a call for gradients takes behind the scale: `arguments` are those of the forward pass, lengths included, dlse [B, H, N] or None
+    is the gradient of the LSE."""
+    if workload.lengths == "packed":
+        *_, cu_seqlens_k, _ = arguments
+        arguments, dlse = (*arguments, int(np.diff(cu_seqlens_k).max(initial=0))), None if dlse is None else dlse[0]
+    return arguments if dlse is None else (*arguments, dlse)
+
+
 def _nothing(shape, dtype):
     return np.full(shape, np.nan, np.float32).astype(dtype)
 

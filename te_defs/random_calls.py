@@ -6,6 +6,7 @@ import numpy as np
 from te_defs import reference
 from te_defs.masks import MASKS
 from te_defs.arguments import AXES
+from te_defs.lengths import slices
 from te_defs.storage import STORAGES
 from te_defs.workload import Shape, Workload, make_arguments
 
@@ -67,11 +68,21 @@ class Call:
         """The lengths as a call takes them, tensors as int32 arrays."""
         return tuple(np.array(numbers, np.int32) if isinstance(numbers, tuple) else numbers for numbers in self.lengths)
 
+    @property
+    def through_lse(self):
+        """Whether a call for gradients comes with one of the LSE: every other one does."""
+        return self.number % 2 == 1
+
     def rows_without_keys(self):
-        """Whether there are queries that the mask shows no key."""
-        n, m, (mask, *_) = self.shape.q_len, self.shape.kv_len, self.workload.modifiers(self.arguments)
-        i = mask.position(np.arange(n), n, m)
-        return bool(np.any(mask.key_end(i, m) <= mask.key_begin(i, m))) and n > 0
+        """Whether there are queries that the mask shows no key of their batch entry."""
+        mask, *_ = self.workload.modifiers(self.arguments)
+
+        def some(n, m):
+            i = mask.position(np.arange(n), n, m)
+            return bool(np.any(mask.key_end(i, m) <= mask.key_begin(i, m))) and n > 0
+        sizes = self.shape.q_len, self.shape.kv_len
+        return any(some(*(len(range(total)[part]) for total, part in zip(sizes, parts)))
+                   for _, *parts in slices(self.workload.lengths, *sizes, self.given_lengths(), self.shape.batch))
 
     def inputs(self):
         """(q, k, v) in the workload's type; keys past the length of their batch entry are NaN."""
@@ -137,23 +148,36 @@ def workloads_of(kind, dims=DIMS):
     return plain + [Workload(*pairs[n % len(pairs)][0], pairs[n % len(pairs)][1], *features) for n, features in enumerate(FEATURES)]
 
 
-def workloads_of_gradients(kind, takes):
-    """What calls for gradients are drawn from on a device of a kind, by a family that `takes` a workload or not."""
+def workloads_of_gradients(kind, takes, dealt=True):
+    """What calls for gradients are drawn from on a device of a kind, by families that take a workload or not, which `takes` tells.
+
+    dealt  whether each of FEATURES_OF_GRADIENTS comes with one of the pairs only, not with all
+    """
     pairs = [pair for pair in PAIRS_OF_GRADIENTS[kind] if takes(Workload(*pair))]
-    dealt = (Workload(*pairs[n % len(pairs)], *features) for n, features in enumerate(FEATURES_OF_GRADIENTS if pairs else ()))
-    return list(filter(takes, dealt))
+    made = (Workload(*pair, *features) for n, features in enumerate(FEATURES_OF_GRADIENTS if pairs else ())
+            for pair in ([pairs[n % len(pairs)]] if dealt else pairs))
+    return list(filter(takes, made))
 
 
 def gradient_problem(call):
-    """(what a backward function is handed before the scale, the gradient of the LSE, (answers, largest errors, LSE) as
-    `reference.backward_mismatch` takes them) of a call; the second is None in every other call."""
+    """((what a backward function is handed before the scale, the gradient of the LSE or None), what is wanted, as `wanted` has it, with
+    (dQ, dK, dV) in the place of (O, LSE)) of a call."""
     rng, (q, k, v) = np.random.default_rng([call.number, 2027]), call.inputs()
     dout = rng.standard_normal((*q.shape[:3], v.shape[3])).astype(q.dtype)
-    dlse = rng.standard_normal((q.shape[0], q.shape[2], q.shape[1]), np.float32) if call.number % 2 else None
+    dlse = rng.standard_normal((q.shape[0], q.shape[2], q.shape[1]), np.float32) if call.through_lse else None
     rest = call.rounded_scale, call.arguments, call.given_lengths(), dlse
     given, answers, lse = reference.backward_case(call.workload, dout, q, k, v, *rest)
-    bounds = reference.backward_tolerances(call.workload, *given[:4], answers, *rest)
-    return given, dlse, (answers, bounds, lse)
+
+    def complaint(*found):
+        return reference.backward_complaint(found, call.workload, *given[:4], call.rounded_scale, call.arguments, answers, lse,
+                                            call.given_lengths(), dlse)
+    return (given, dlse), (answers, complaint)
+
+
+def forward_problem(call):
+    """(Q, K and V, what is wanted) of a call."""
+    inputs = call.inputs()
+    return inputs, wanted(call, inputs)
 
 
 def wanted(call, inputs):
@@ -164,8 +188,9 @@ def wanted(call, inputs):
 
 
 def judged(runs, wanted):
-    """None where (out, lse) are what is `wanted` and the same in all runs, else one sentence; `runs` holds one pair or more."""
-    if any(first.tobytes() != again.tobytes() for pair in runs[1:] for first, again in zip(runs[0], pair)):
+    """None where what is `wanted`, (out, lse) or the gradients, was found and is the same in all runs, of which there are some, else one
+    sentence."""
+    if any(first.tobytes() != again.tobytes() for run in runs[1:] for first, again in zip(runs[0], run)):
         return "two runs differ"
     _, complaint = wanted
     return complaint(*runs[0])

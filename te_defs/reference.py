@@ -348,3 +348,18 @@ def backward_mismatch(gradients, answers, bounds, lse):
     if np.any(gradients[0].swapaxes(1, 2)[np.isneginf(lse)]):
         return "a row that sees no key must have dQ = 0, and has something else"
     return None
+
+
+def backward_complaint(gradients, workload, dout, q, k, v, scale, arguments, answers, lse, lengths=(), dlse=None):
+    """`backward_mismatch` of gradients (dQ, dK, dV) by the `backward_tolerances` of the inputs that they are of; as in `complaint`, the
+    yardstick is only computed for what is not allowed in any case.
+
+    answers, lse  (dQ, dK, dV) and the LSE [B, H, N] in float64
+    """
+    sentence = None
+    for yardstick in (False, True):
+        bounds = backward_tolerances(workload, dout, q, k, v, answers, scale, arguments, lengths, dlse, yardstick)
+        sentence = backward_mismatch(gradients, answers, bounds, lse)
+        if sentence is None:
+            break
+    return sentence

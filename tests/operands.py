@@ -4,7 +4,7 @@ import functools
 import numpy as np
 import tvm
 
-from scripts.kernels import answer_gradients
+from scripts.kernels import answer_gradients, behind_scale
 from te_defs import operand_reference
 from te_defs.flash_attention_backward import attention_delta
 from te_defs.operand_gradients import attention_d_operand, attention_d_sink, attention_fold_parts, dtype_of
@@ -67,12 +67,9 @@ class Called:
 
     def __call__(self, dout, q, k, v, out, lse, scale, arguments, dlse):
         named, inputs = dict(zip([argument.name for argument in self.workload.arguments], arguments)), (dout, q, k, v, out, lse)
-        if self.workload.lengths == "packed":
-            dlse = dlse[0]
-            arguments = (*arguments, int(np.diff(arguments[-2]).max(initial=0)))  # max_k, from cu_seqlens_k
-        operands = [named[name] for name in self.made]
+        arguments, operands = behind_scale(self.workload, arguments, dlse), [named[name] for name in self.made]
         asked = {"without_batch": self.workload.lengths == "packed", "operands": operands}
-        first, again = (answer_gradients(self.backward, inputs, scale, (*arguments, dlse), self.device, **asked)[3:] for _ in range(2))
+        first, again = (answer_gradients(self.backward, inputs, scale, arguments, self.device, **asked)[3:] for _ in range(2))
         assert [array.tobytes() for array in first] == [array.tobytes() for array in again], "two runs differ"
         return dict(zip(self.made, first))[self.name]
 

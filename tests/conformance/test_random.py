@@ -1,8 +1,7 @@
 """Random calls against the reference: shapes, masks, types, scales and data that nobody would have thought of."""
 import pytest
 
-from te_defs import reference
-from te_defs.random_calls import (DIMS, gradient_problem, judged, random_call, wanted, workloads_of, workloads_of_gradients,
+from te_defs.random_calls import (DIMS, forward_problem, gradient_problem, judged, random_call, workloads_of, workloads_of_gradients,
                                   workloads_with_lengths)
 from te_defs.workload import Workload
 from tests.numbers import run
@@ -33,10 +32,10 @@ def make_calls(engine, request, drawn_from, count):
 
     def complaint(number):
         call = random_call(number, workloads)
-        inputs, forward = call.inputs(), engine.forward(call.workload)
+        (inputs, right), forward = forward_problem(call), engine.forward(call.workload)
         options = call.rounded_scale, call.arguments, engine.device, call.storage, call.given_lengths(), engine.whole
         runs = [run(forward, call.workload, inputs, *options) for _ in range(2)]
-        return call, judged(runs, wanted(call, inputs))
+        return call, judged(runs, right)
     ask(request, engine, count, complaint)
 
 
@@ -47,9 +46,9 @@ def test_random_calls_for_gradients(gradients, request):
 
     def complaint(number):
         call = random_call(number, workloads)
-        given, dlse, right = gradient_problem(call)
+        (given, dlse), right = gradient_problem(call)
         found = gradients.backward(call.workload)(*given, call.rounded_scale, (*call.arguments, *call.given_lengths()), dlse, call.storage)
-        return call, reference.backward_mismatch(found, *right)
+        return call, judged([found], right)
     ask(request, gradients, COUNT_OF_GRADIENTS, complaint)
 
 

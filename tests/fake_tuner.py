@@ -32,6 +32,8 @@ def outcome_of(plan):
 class FakeBuilder:
     """Builds nothing; the artefact's path is the plan."""
 
+    eager = False
+
     def __init__(self, workers=2, fail=()):
         self.workers, self.fail, self.spaces, self.built, self.begun = workers, fail, (), {}, []
 

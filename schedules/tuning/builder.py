@@ -26,7 +26,10 @@ class PoolBuilder(ms.builder.PyBuilder):
     toolkit      Toolkit for CUDA, None for CPU kernels
     stub_folder  where the stand-in for a missing driver goes
     folder       where the .so files go; the caller removes it
+    eager        whether what is built is measured before the session asks for it
     """
+
+    eager = False
 
     def __init__(self, workers, toolkit, stub_folder, folder):
         super().__init__()

@@ -101,6 +101,8 @@ class FleetBuilder:
     runner   FleetRunner
     """
 
+    eager = True
+
     def __init__(self, builder, runner):
         self._builder, self._runner = builder, runner
         self._threads = concurrent.futures.ThreadPoolExecutor(AT_ONCE)

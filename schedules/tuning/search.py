@@ -96,8 +96,8 @@ class Session:
         self._turns, self._owners = {task: 0 for task in self.tasks}, {}
 
     def run(self, limits):
-        """Search within the limits, then duel; the Winner. TuneError where no plan passes. After a stop there is no duel, and none where
-        the time is up before the default plan is built."""
+        """Search within the limits, then duel; the Winner, which is never below the default plan. TuneError where no plan passes, or the
+        default plan was not measured. After a stop there is no duel, and none where the time is up before the default plan is built."""
         begun = self.host.clock()
         times = Times.of(begun, limits.seconds)
         self.search(limits, times, begun)
@@ -125,9 +125,9 @@ class Session:
             self.host.save()
 
     def finish(self, times):
-        """End the search for good: the Winner of the last round, where that can be held; TuneError where no plan passes."""
+        """End the search for good: the Winner of the last round, where that can be held; TuneError as of `leader`."""
         self.put_away()
-        return (None if self.host.stop() else self._duel(times)) or self.leader()
+        return (None if self.host.stop() or self.uncompared else self._duel(times)) or self.leader()
 
     def put_away(self):
         """Remove the best plan's artefact: the search is not taken up again."""
@@ -186,14 +186,25 @@ class Session:
         self.runner.best = seconds, self._reference[1] if self._reference[0] == best else None
 
     def leader(self):
-        """The Winner by the search's measurements alone; TuneError where no plan has passed, or none has been proved."""
-        ranking = self.proven()
-        if not ranking:
-            tried = [outcome for key, outcome in self.known.items() if self.space_of(key)]
+        """The Winner by the search's measurements alone, which were in turns with the best so far, at first the default plan. TuneError
+        where no plan has passed, none has been proved, or there is nothing to compare the best with."""
+        tried = [outcome for key, outcome in self.known.items() if self.space_of(key)]
+        if tried and not self.proven():
             refused = sum(outcome.refused is not None for outcome in tried)
             raise TuneError(f"no plan of {self.name} has {'been proved' if self.ranking() else 'passed'} so far, found {refused} of "
                             f"{len(tried)} refused: {told(tried)}")
+        if self.uncompared:
+            missing = "default plan" if self.default in self.uncompared else "best plan of earlier sessions"
+            raise TuneError(f"the best plan of {self.name} must be compared with the {missing}, found that the time was up before that was "
+                            "measured, so none is put on record: run the same command again with more --minutes, which goes on there")
+        # What every artefact has without a log needs no proof to stay: it may have been slower than the best of its moment.
+        ranking = [key for key in self.ranking() if self.known[key].proven or key == self.default]
         return Winner("search", tuple((self.known[key].seconds, key) for key in ranking), self.known[ranking[0]], {})
+
+    @property
+    def uncompared(self):
+        """Keys of what the best must be compared with and that is not known so far: of the default plan and the champion."""
+        return [key for key in dict.fromkeys((self.default, self.champion)) if key and key not in self.known and self.space_of(key)]
 
     @property
     def ended_early(self):
@@ -214,19 +225,22 @@ class Session:
         ended = False
         while True:
             ended = ended or self.host.stop() or past(times.build, self.host) or self.ended_early
-            if not ended and len(pending) <= (0 if self.alone else self.builder.workers):
-                room = self._room(len(pending))
-                batch = self._batch(room, {task.key(plan) for task, plan in pending.values()})
+            taken = {task.key(plan) for task, plan in pending.values()}
+            if not ended and len(pending) <= (0 if self.alone or self.builder.eager and self.default in taken else self.builder.workers):
+                room = self._room(taken)
+                batch = self._batch(room, taken)
                 ended = not batch and not pending
                 self.exhausted = ended and room > 0
                 for task, plan in batch:
                     pending[self.builder.begin(token(task.space, plan).mod)] = task, plan
+            first = [future for future, (task, plan) in pending.items() if task.key(plan) == self.default]
             if ended:
-                pending = {future: entry for future, entry in pending.items() if not future.cancel()}
+                pending = {future: entry for future, entry in pending.items() if future in first or not future.cancel()}
                 if self.host.stop() or past(times.measure, self.host) or not pending:
                     break
             when = concurrent.futures.ALL_COMPLETED if self.alone else concurrent.futures.FIRST_COMPLETED
-            done, _ = concurrent.futures.wait(pending, TICK, when)
+            # Others take turns with the default plan, however soon they are built.
+            done, _ = concurrent.futures.wait(not self.alone and first or pending, TICK, when)
             if self.alone and len(done) < len(pending):
                 continue
             for future in [future for future in pending if future in done]:  # in their order, or draws would not be repeatable
@@ -234,14 +248,18 @@ class Session:
                 if self.host.stop() or past(times.measure, self.host):
                     break
 
-    def _room(self, pending):
-        """How many plans the next batch may have."""
+    def _room(self, taken):
+        """How many plans the next batch may have beside the keys in `taken`; whatever the trials, what the best must be compared with."""
+        if self.builder.eager and self.default not in self.known:
+            return 1
         count = max(self.builder.workers, BATCH)
-        return count if self._limits.trials is None else min(count, self._limits.trials - self.tried - pending)
+        if self._limits.trials is not None:
+            count = min(count, self._limits.trials - self.tried - len(taken))
+        return max(count, len({*self.uncompared} - taken))
 
     def _batch(self, count, taken):
-        """Up to `count` (task, plan) to try: a champion that is not known any more, hints and the seeds of all spaces, then what the search
-        of the next task proposes."""
+        """Up to `count` (task, plan) to try: the default plan, a champion that is not known any more, hints and the other seeds, then what
+        the search of the next task proposes."""
         if count <= 0:
             return []
         seeds = self.seeds(taken)
@@ -256,7 +274,7 @@ class Session:
     def seeds(self, taken=()):
         """[(task, plan)] that a search begins with and that are neither known nor among `taken` keys."""
         first, *others = [task.key(task.space.seed) for task in self.tasks]
-        keys = [*([self.champion] if self.champion else []), first, *self.hints, *others]
+        keys = [first, *([self.champion] if self.champion else []), *self.hints, *others]
         wanted = [(task, key[1]) for key in keys for task in self.tasks if task.space is self.space_of(key)]
         return [(task, plan) for task, plan in dict.fromkeys(wanted) if task.key(plan) not in {*self.known, *taken}]
 

@@ -70,9 +70,10 @@ class Sessions:
         return replace(times, build=begun + share * (times.build - begun), measure=begun + share * (times.measure - begun))
 
     def leader(self):
-        """The Winner by the searches' measurements alone: gradients of which one function has a plan of its own. TuneError where none has
-        passed."""
-        searched = [role for role, session in self.sessions.items() if session.proven()] or [next(iter(self.sessions))]
+        """The Winner by the searches' measurements alone: gradients of which one function has a plan of its own, which was compared with
+        the default plans. TuneError where there is none."""
+        searched = [role for role, session in self.sessions.items() if session.proven() and not session.uncompared] or [
+            next(iter(self.sessions))]
         found = [(*self.sessions[role].leader().ranking[0], role) for role in searched]
         seconds, (_, plan), role = min(found, key=lambda it: it[0])
         key = self.whole.family.NAME, self._together({role: plan})

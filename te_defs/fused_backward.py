@@ -1,4 +1,4 @@
-"""The backward pass with five products instead of seven: dK, dV and dQ by one function, for users who take sums in any order.
+"""The backward pass with five products instead of seven: dK, dV and dQ by one function.
 
 Where te_defs/flash_attention_backward.py computes S and dP twice, once for keys and once for queries, here every tile of keys adds what it
 knows of dQ to a float32 tensor in memory. Blocks that run side by side add in no fixed order, so two runs may differ in their last bits;
@@ -14,10 +14,10 @@ first_query // q_tile + b on: tiles of sequences do not meet, as the rows of tho
 
 A key past the end must add nothing here, while it may spoil its own rows of dK and dV: the tile that it is in is always masked.
 
-Tiles of keys can be told to add one after the other, which gives the same bits whatever runs side by side. Beside the sums then stands for
-each tile whose turn it is, the number of a tile of keys, and around the addition::
+Tiles of keys can be told to add one after the other, from the last to the first, which gives the same bits whatever runs side by side.
+Beside the sums then stands for each tile whose turn it is, by how many tiles of keys come before, and around the addition::
 
-    dQ_ahead      how far that is from these keys' turn: where keys are visited in order, not at all
+    dQ_ahead      how far that is from these keys' turn: where keys are visited in that order, not at all
     dQ_turn       the turn of the next tile of keys
 """
 from tvm import tirx

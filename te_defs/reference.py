@@ -242,16 +242,16 @@ def mismatch(out, lse, answer, lse_answer, bound, lse_bound=LSE_TOLERANCE):
     return None
 
 
+def _cheapest_first(judge):
+    """What judge(yardstick) says of answers. The yardstick, which can but allow more, is only computed for what is not allowed in any
+    case."""
+    return judge(False) and judge(True)
+
+
 def complaint(found, workload, q, k, v, scale, arguments, answers, lengths=()):
-    """`mismatch` of found (O, LSE) by the `tolerances` of the inputs that they are of. The yardstick, which can but allow more, is only
-    computed for what is not allowed in any case."""
-    sentence = None
-    for yardstick in (False, True):
-        bounds = tolerances(workload, q, k, v, scale, arguments, answers, lengths, yardstick)
-        sentence = mismatch(*found, *answers, *bounds)
-        if sentence is None:
-            break
-    return sentence
+    """`mismatch` of found (O, LSE) by the `tolerances` of the inputs that they are of."""
+    return _cheapest_first(lambda yardstick: mismatch(
+        *found, *answers, *tolerances(workload, q, k, v, scale, arguments, answers, lengths, yardstick)))
 
 
 def backward_case(workload, dout, q, k, v, scale=None, arguments=(), lengths=(), dlse=None):
@@ -351,15 +351,9 @@ def backward_mismatch(gradients, answers, bounds, lse):
 
 
 def backward_complaint(gradients, workload, dout, q, k, v, scale, arguments, answers, lse, lengths=(), dlse=None):
-    """`backward_mismatch` of gradients (dQ, dK, dV) by the `backward_tolerances` of the inputs that they are of; as in `complaint`, the
-    yardstick is only computed for what is not allowed in any case.
+    """`backward_mismatch` of gradients (dQ, dK, dV) by the `backward_tolerances` of the inputs that they are of.
 
     answers, lse  (dQ, dK, dV) and the LSE [B, H, N] in float64
     """
-    sentence = None
-    for yardstick in (False, True):
-        bounds = backward_tolerances(workload, dout, q, k, v, answers, scale, arguments, lengths, dlse, yardstick)
-        sentence = backward_mismatch(gradients, answers, bounds, lse)
-        if sentence is None:
-            break
-    return sentence
+    return _cheapest_first(lambda yardstick: backward_mismatch(gradients, answers, backward_tolerances(
+        workload, dout, q, k, v, answers, scale, arguments, lengths, dlse, yardstick), lse))

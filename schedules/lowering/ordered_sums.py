@@ -12,7 +12,7 @@ from tvm.s_tir import stmt as s_stmt
 from tvm.script import tirx as T
 
 from schedules.intrinsics import events
-from schedules.lowering.rewrite import function_pass, held
+from schedules.lowering.rewrite import function_pass, hold
 from te_defs.fused_backward import DEALT
 
 #: Annotation of the two blocks.
@@ -51,7 +51,7 @@ def take_turns_at_sums(func):
             event = events.give_turn(tirx.address_of(tirx.BufferLoad(store.buffer, store.indices)), store.value.b)
         return s_stmt.SBlock(block.iter_vars, block.reads, block.writes, block.name_hint, tirx.Evaluate(event))
     def place(bind):
-        return held(bind.var.name, bind.value, bind.var)[1] if bind.var.name in DEALT else bind
+        return hold(bind) if bind.var.name in DEALT else bind
 
     found = []
     tvm_ffi.structural_walk(func.body, (s_stmt.SBlock, lambda block: found.append(block) if ORDERED in block.annotations else None))

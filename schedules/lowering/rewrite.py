@@ -42,11 +42,15 @@ def once(value):
 HELD = "flashtir_held"
 
 
-def held(name, value, var=None):
-    """(variable, its Bind) of an integer that TVM's simplifier is to leave where it is computed, until `release_held`; of a variable of the
-    name where none is given."""
-    var = tirx.Var(name, "int32") if var is None else var
-    return var, tirx.Bind(var, tirx.call_extern("int32", HELD, value))
+def hold(bind):
+    """A Bind of an integer that TVM's simplifier is to leave where it is computed, until `release_held`."""
+    return tirx.Bind(bind.var, tirx.call_extern("int32", HELD, bind.value))
+
+
+def held(name, value):
+    """(variable, its Bind) of such an integer."""
+    var = tirx.Var(name, "int32")
+    return var, hold(tirx.Bind(var, value))
 
 
 ASIDE = "flashtir_aside"

@@ -86,12 +86,13 @@ def test_other_conditions_stay():
 
 def test_what_is_set_aside_is_put_back_wherever_it_is_used():
     n, loop_var, out = tirx.Var("n", "int32"), tirx.Var("i", "int32"), tirx.decl_buffer((64,), "int32", "out")
-    inner, bind_inner = rewrite.set_aside("inner", tirx.max(n, 3))
-    outer, bind_outer = rewrite.set_aside("outer", tirx.min(inner, loop_var))
+    binds = []
+    inner = rewrite.set_aside(binds, "inner", tirx.max(n, 3))
+    outer = rewrite.set_aside(binds, "outer", tirx.min(inner, loop_var))
 
     def function(*stmts):
         return tirx.PrimFunc([n, out], tirx.For(loop_var, 0, 8, tirx.ForKind.SERIAL, tirx.SeqStmt(stmts) if stmts[1:] else stmts[0]))
-    aside = function(bind_inner, bind_outer, tirx.BufferStore(out, outer * outer + inner, [loop_var]))
+    aside = function(*binds, tirx.BufferStore(out, outer * outer + inner, [loop_var]))
     ends = tirx.min(tirx.max(n, 3), loop_var)
     alone = function(tirx.BufferStore(out, ends * ends + tirx.max(n, 3), [loop_var]))
     found = rewrite.put_back()(tvm.IRModule({"main": aside}))["main"]

@@ -120,14 +120,9 @@ class _Words:
         at_first = ana.simplify(rewrite.substitute(margin, {var: tirx.IntImm("int32", 0) for var in self.column_vars}))
         if slope == 0:
             return tirx.Select(at_first >= 0, _ALL, _NONE)
-        end = self._held(ana.simplify(at_first + 1 if slope < 0 else 0 - at_first))
+        end = rewrite.set_aside(self.binds, "end_seen", ana.simplify(at_first + 1 if slope < 0 else 0 - at_first))
         ones = _ones(self.columns.before(end) - place)
         return ones if slope < 0 else tirx.bitwise_not(ones)
-
-    def _held(self, end):
-        var, bind = rewrite.set_aside("end_seen", end)
-        self.binds.append(bind)
-        return var
 
 
 def _by_bits(loops, store, over, columns):

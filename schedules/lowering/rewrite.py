@@ -56,10 +56,12 @@ def held(name, value):
 ASIDE = "flashtir_aside"
 
 
-def set_aside(name, value):
-    """(variable, its Bind) of an integer that TVM's simplifier is to see once and not wherever it is used, until `put_back`."""
+def set_aside(binds, name, value):
+    """Variable of an integer that TVM's simplifier is to see once and not wherever it is used, until `put_back`; its Bind comes behind
+    `binds`."""
     var = tirx.Var(name, "int32")
-    return var, tirx.Bind(var, tirx.call_extern("int32", ASIDE, value))
+    binds.append(tirx.Bind(var, tirx.call_extern("int32", ASIDE, value)))
+    return var
 
 
 @function_pass("flashtir.PutBack")

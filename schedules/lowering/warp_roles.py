@@ -7,6 +7,7 @@ one that says "empty"; Q has `query_stages`. A tile's number modulo the copies i
 bit is the phase to wait for.
 """
 from dataclasses import fields
+from functools import partial
 
 import tvm
 import tvm_ffi
@@ -201,11 +202,7 @@ class _Roles(Turns, Exchange):
         rows, heads, batch, box_rows = self.loads[events.Q].args[4:8]
         query_tiles = tirx.truncdiv(rows + (box_rows - 1), box_rows)
         number, binds = tirx.Var("tile", "int32"), []
-
-        def named(name, value):
-            var, bind = rewrite.set_aside(name, value)  # simplified wherever it is used, it took a third of lowering
-            binds.append(bind)
-            return var
+        named = partial(rewrite.set_aside, binds)  # simplified wherever they are used, its parts took a third of lowering
         dealt = order_of_work.deal(self.order_of_work, wave, self.grid.node.var, blocks, batch * heads, query_tiles, named)
         body = _sequence([*binds, tirx.Bind(number, once(dealt)),
                           substitute(body, {self.grid.node.var: number - wave * blocks})])

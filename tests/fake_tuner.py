@@ -68,6 +68,9 @@ class FakeRunner:
         self.upset, self.refuse, self.late, self.measured, self.found = upset, refuse, late, [], {}
         self.best = None, None
 
+    def prepare(self):
+        pass
+
     def run(self, inputs):
         plan = StandInPlan(*json.loads(str(inputs[0].artifact_path)))
         self.measured.append(plan)

@@ -1,12 +1,9 @@
 """Tuning over a fleet, on loopback: TVM's tracker and two workers of this CPU, and what can happen to each of them."""
 import concurrent.futures
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -32,65 +29,35 @@ from scripts import cli, options, remote, tune
 from tests import stand_in
 from tests.commands import command
 from tests.fake_tuner import SHAPE, WORKLOAD, spaces
+from tests.fleets import Place, free_port
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
 SETTING = Setting("cpu", ForwardPass(WORKLOAD), SHAPE)
 WHAT = ("--workload", WORKLOAD.name, "--length", "64", "--workers", "1")
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def started(*arguments):
-    """(process, what it says first) of a `scripts.fleet` command."""
-    process = subprocess.Popen([sys.executable, "-m", "scripts.fleet", *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                               env={**os.environ, "TVM_NUM_THREADS": "1"})
-    line = process.stdout.readline()
-    assert line, "the command has ended"
-    return process, json.loads(line)
-
-
-class Place:
-    """A tracker with workers: {"host:port": process}."""
-
-    def __init__(self, workers):
-        self.port, self.workers = free_port(), {}
-        self.tracker, _ = started("tracker", "--port", self.port)
-        for _ in range(workers):
-            self.add()
-
-    def add(self):
-        process, told = started("worker", "--tracker", f"127.0.0.1:{self.port}", "--key", "cpus", "--target", "cpu", "--port", free_port())
-        self.workers[told["listens"]] = process
+class Cpus(Place):
+    """A tracker with workers of this CPU."""
 
     def fleet(self):
         """All workers, once those that another test had are back."""
         def free():
-            return ask_tracker(("127.0.0.1", self.port), TrackerCode.SUMMARY)["queue_info"].get("cpus", {}).get("free")
+            return ask_tracker(self.address, TrackerCode.SUMMARY)["queue_info"].get("cpus", {}).get("free")
         eventually(lambda: free() == len(self.workers))
         return self.held()
 
     def held(self):
-        return Fleet(("127.0.0.1", self.port), "cpus", lambda facts: None, report=lambda sentence: None)
+        return Fleet(self.address, "cpus", lambda facts: None, report=lambda sentence: None)
 
     def tune(self, *arguments):
         return command("tune", *WHAT, "--rpc", f"127.0.0.1:{self.port}", "--key", "cpus", *arguments)
-
-    def end(self):
-        for process in (*self.workers.values(), self.tracker):
-            process.kill()
-            process.wait()
-            process.stdout.close()
 
 
 @pytest.fixture(scope="module")
 def two():
     """Two workers, which each test leaves as it finds them."""
-    place = Place(2)
+    place = Cpus(2)
     yield place
     place.end()
 
@@ -313,7 +280,7 @@ def test_a_device_that_is_gone_is_no_fault_of_the_kernel(what, artefact, monkeyp
 
 
 def test_without_tracker_it_goes_on_and_without_workers_it_keeps_what_there_is(tmp_path, only_stand_in, monkeypatch):
-    place, tried = Place(1), []
+    place, tried = Cpus(1), []
 
     def show(lines, progress):
         tried.append(progress.tried)

@@ -8,6 +8,7 @@ from schedules import registry
 from schedules.tuning import log, records, runner, search
 from schedules.tuning.log import Outcome
 from schedules.tuning.results import conclude
+from schedules.tuning.proposals import Proposals
 from schedules.tuning.rounds import Contender, Rounds
 from schedules.tuning.search import Host, Limits, TuneError
 from schedules.tuning.subjects import ForwardPass
@@ -94,6 +95,7 @@ class GradientRunner(EndOfTime, test_tune_backward.Runner):
 @pytest.fixture(autouse=True)
 def no_real_time(monkeypatch):
     monkeypatch.setattr(search, "TICK", 0.0)
+    monkeypatch.setattr(search, "Proposals", lambda *about: Proposals(*about[:-1], apart=False))
 
 
 @pytest.fixture(params=[False, True], ids=["default is slow", "default is best"])

@@ -168,6 +168,9 @@ class Runner:
     def __init__(self, upset=False, late=False, refuse=lambda plans: False, family=cpu_backward):
         self.upset, self.late, self.refuse, self.family, self.duels, self.found = upset, late, refuse, family, [], {}
 
+    def prepare(self):
+        pass
+
     def of(self, path):
         return plans_of(self.family, WORKLOAD, json.loads(path))
 

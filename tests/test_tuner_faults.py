@@ -168,6 +168,32 @@ class TestNeverStuck:
             assert measured(made).error_msg == said
         assert [timeout for name, _, timeout in made._worker.asked if name != "answers"] == [60, 60, 10, 60, 4]
 
+    def test_inputs_are_made_while_the_first_kernel_is_built(self):
+        made = scripted(None, PASSED, PROOF, kind="cuda")
+        made.prepare()
+        assert measured(made).error_msg is None
+        assert [(name, timeout) for name, _, timeout in made._worker.asked] == [
+            ("prepare", runner.TIMEOUT), ("measure", runner.LATER["cuda"]), ("prove", runner.TIMEOUT)]
+        made.prepare()
+        assert len(made._worker.asked) == 3, "they are at hand"
+
+    @pytest.mark.parametrize("fault", [CRASH, HANG, TRAP])
+    def test_no_kernel_is_to_blame_where_inputs_cannot_be_made(self, fault):
+        made = scripted(fault, PASSED, PROOF, kind="cuda")
+        made.left = lambda: 7.0
+        made.prepare()
+        assert measured(made).error_msg is None
+        (first, _, given), (then, _, left), *_ = made._worker.asked
+        assert (first, given, then, left) == ("prepare", 7.0, "measure", 7.0)
+
+    def test_closing_ends_the_making_of_inputs(self):
+        made = GatedRunner("cpu", None)
+        made.setting = Setting("cpu", ForwardPass(Workload(256, 256, "float32")), Shape(4, 64, 64, 65536, 65536))
+        made.prepare()
+        begun = time.monotonic()
+        made.close()
+        assert time.monotonic() - begun < 60 and made._preparing is None, "no longer than a process takes to start"
+
     def test_the_next_one_is_measured_in_a_new_process_once_the_device_answers(self):
         made = scripted(TRAP, True, PASSED, PROOF, served=0)
         assert measured(made).error_msg is not None and measured(made).error_msg is None

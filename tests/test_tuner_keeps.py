@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -170,8 +171,8 @@ class TestNeverLost:
 class Drifting:
     """A kernel on a chip that gets slower with each look."""
 
-    def __init__(self, seconds, chip):
-        self.seconds, self.chip, self.expected = seconds, chip, []
+    def __init__(self, seconds, chip, kind="cuda"):
+        self.seconds, self.chip, self.expected, self.setting = seconds, chip, [], SimpleNamespace(kind=kind)
 
     def rested(self, look, repeats):
         self.expected.append(look)
@@ -186,6 +187,10 @@ class TestHonestTime:
         found = run_worker._in_turns(ours, 3.0, best, best_seconds=2.0)
         assert sorted(found)[1] == pytest.approx(1.5, rel=0.11) and chip[-1].seconds >= 3.0
         assert chip == [best, ours, ours, best, best, ours] and set(best.expected) == {2.0}
+
+    @pytest.mark.parametrize("kind, seconds, rounds", [("cuda", 3.8, 3), ("cuda", 4.0, 1), ("cpu", 5.0, 3), ("cpu", 9.0, 1)])
+    def test_one_that_is_clearly_behind_in_the_first_round_gets_no_others(self, kind, seconds, rounds):
+        assert len(run_worker._in_turns(Drifting(seconds, chip := [], kind), 3.0, Drifting(4.0, chip, kind), best_seconds=2.0)) == rounds
 
     def test_each_plan_is_timed_in_turn_with_the_best_of_its_moment(self):
         turns = []
@@ -305,7 +310,6 @@ class TestQuick:
 
     def test_hints_are_tried_behind_the_default_plan(self):
         hint = "stand_in", spaces()[0].seed.but(lanes=4, spare=3)
-        made = session(builder := FakeBuilder())
-        made.hints = (hint, ("stand_in", stand_in.StandInPlan(8, 8)))
+        made = session(builder := FakeBuilder(), hints=(hint, ("stand_in", stand_in.StandInPlan(8, 8))))
         made.run(Limits(trials=3))
         assert [plan for plan, _ in builder.begun[:2]] == [spaces()[0].seed, hint[1]]

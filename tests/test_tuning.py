@@ -1,7 +1,9 @@
 """The tuner at work: the gate, worker processes, MetaSchedule's search over a space, and the loop of a session."""
 import itertools
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from schedules.lowering.toolkit import run_c_compiler
 from schedules.tuning import gate, log, records, runner
 from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.features import KnobFeatures, token
+from schedules.tuning.proposals import Proposals
 from schedules.tuning.run_worker import Setting
 from schedules.tuning.runner import GatedRunner
 from schedules.tuning.search import Limits, TuneError
@@ -271,6 +274,41 @@ class TestSession:
         made = session(FakeBuilder(fail={spaces()[0].seed}))
         made.run(Limits(trials=4))
         assert made.known["stand_in", spaces()[0].seed].refused == "ValueError: cannot be built"
+
+
+class Slow:
+    """A task whose search takes its time; `begun` is set once it does."""
+
+    def __init__(self, plan):
+        self.space, self.plan, self.begun, self.go_on = SimpleNamespace(seed=plan, size=2), plan, threading.Event(), threading.Event()
+
+    def key(self, plan):
+        return "slow", plan
+
+    def measured(self):
+        return []
+
+    def unknown(self, taken):
+        return [self.plan]
+
+    def propose(self, count, taken):
+        self.begun.set()
+        assert self.go_on.wait(10)
+        return ["picked"]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_others_are_measured_while_plans_are_proposed(apart):
+    task = Slow("seed")
+    made = Proposals([task], {}, (), lambda key: task.space, apart)
+    assert made.begin(3, ()).result() == [(task, "seed")] and not task.begun.is_set()
+    if not apart:
+        task.go_on.set()
+    future = made.begin(3, {("slow", "seed")})
+    assert task.begun.wait(10) and future.done() is not apart
+    task.go_on.set()
+    assert future.result(10) == [(task, "picked")]
+    assert made.begin(0, ()).result() == []
 
 
 def test_nothing_is_left_running(tmp_path):

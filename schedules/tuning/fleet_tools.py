@@ -28,6 +28,9 @@ class FleetRunner:
         self.fleet, self.setting, self.best, self.left = fleet, None, (None, None), lambda: None
         self.found, self._answers, self._phase = {}, {}, 0
 
+    def prepare(self):
+        """Workers make inputs and right answers when they are first asked, each at its own time."""
+
     def next_phase(self):
         """Begin another search, or the last round: nobody asks any more for what still waits for a worker."""
         self._phase += 1

@@ -24,6 +24,8 @@ REPEAT_MS = {"cuda": 12, "cpu": 40}
 REPEATS = 3
 #: A candidate that a first look finds this many times slower than the best is not timed any longer.
 HOPELESS = 1.5
+#: Likewise one that is so many times slower in the first round of turns with the best. On a CPU others disturb single rounds by more.
+BEHIND = {"cuda": 1.05, "cpu": HOPELESS}
 
 #: What this process keeps from one kernel to the next: inputs, by workload and shape; and which file it has loaded from a path.
 _kept = {}
@@ -57,6 +59,12 @@ def answers(kind):
     return bool((tvm.runtime.tensor(sent, _DEVICES[kind](0)).numpy() == sent).all())
 
 
+def prepare(setting):
+    """Make the inputs and right answers that kernels of a setting are measured with, those for would-be winners too."""
+    _inputs(setting)
+    _large_set(setting)
+
+
 def measure(path, setting, best_seconds, best_path=None):
     """Gate and time one kernel: {"seconds": [...], "error": largest error of O, or of gradients} or {"refused": why}.
 
@@ -85,7 +93,7 @@ def prove(path, setting):
     try:
         kernel = _Kernel(path, setting)
         error = kernel.check(kernel.cases)
-        kernel.check(_large_set(setting, kernel.device))
+        kernel.check(_large_set(setting))
         return {"error": error}
     except gate.Refused as refused:
         return {"refused": reason(WRONG, refused)}
@@ -108,12 +116,14 @@ def duel(paths, setting, rounds, seed):
 
 
 def _in_turns(kernel, look, best, best_seconds):
-    """Seconds of a kernel in rounds with the best, who begins in every other one."""
+    """Seconds of a kernel in rounds with the best, who begins in every other one; of one that is clearly behind those of the first."""
     found = []
     for number in range(REPEATS):
         turns = [(kernel, look), (best, best_seconds)]
         took = {each: each.rested(expected, 1)[0] for each, expected in (turns if number % 2 else reversed(turns))}
         found.append(best_seconds * took[kernel] / took[best])
+        if found[0] > BEHIND[kernel.setting.kind] * best_seconds:
+            break
     return found
 
 
@@ -133,10 +143,7 @@ class _Kernel:
     def __init__(self, path, setting):
         self.setting, self.device = setting, _DEVICES[setting.kind](0)
         self.module = load(path)
-        if setting not in _kept:
-            _kept.clear()
-            _kept[setting] = (gate.cases(setting.subject, self.device), setting.subject.timed(setting.shape, self.device))
-        self.cases, self.arguments = _kept[setting]
+        self.cases, self.arguments = _inputs(setting)
 
     def check(self, cases):
         """Largest error over some cases."""
@@ -164,9 +171,19 @@ def _best(path, setting):
     return _kept["best"][1]
 
 
-def _large_set(setting, device):
+def _inputs(setting):
+    """(cases of the gate, arguments that kernels are timed on), kept as long as the setting stays."""
+    if setting not in _kept:
+        device = _DEVICES[setting.kind](0)
+        _kept.clear()
+        _kept[setting] = (gate.cases(setting.subject, device), setting.subject.timed(setting.shape, device))
+    return _kept[setting]
+
+
+def _large_set(setting):
     """The gate's cases for would-be winners, kept like the others."""
     key = setting, "large set"
     if key not in _kept:
-        _kept[key] = gate.large_set(setting.subject, device, setting.subject.many_tiles if setting.kind == "cuda" else ())
+        shapes = setting.subject.many_tiles if setting.kind == "cuda" else ()
+        _kept[key] = gate.large_set(setting.subject, _DEVICES[setting.kind](0), shapes)
     return _kept[key]

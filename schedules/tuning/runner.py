@@ -4,6 +4,7 @@ Each failure is of one kernel: what breaks a process, or the context of a GPU, t
 a process which served others before is asked once more in one of its own, since the fault may have been theirs.
 """
 import statistics
+import threading
 
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
@@ -39,12 +40,35 @@ class GatedRunner(ms.runner.PyRunner):
         self.setting, self.best, self.left = None, (None, None), lambda: None
         self.found = {}
         self._settled = None  # the setting of which the process has its inputs
+        self._preparing = None  # the thread that waits for the process to make them
         self._suspect = True  # whether the device must show that it is there: at first, and after a kernel that broke or hung its process
+
+    def prepare(self):
+        """Have the process make inputs and right answers of the setting, while the first kernels are built; who asks it next waits."""
+        self._wait_until_prepared()
+        if self._settled != self.setting:
+            left = self.left()
+            self._preparing = threading.Thread(target=self._prepare, args=(TIMEOUT if left is None else min(TIMEOUT, left), self.setting))
+            self._preparing.start()
+
+    def _prepare(self, timeout, setting):
+        try:
+            self._worker.ask(timeout, run_worker.prepare, setting)
+        except Exception:  # whatever it is, the first measurement meets it again, and says so
+            self._worker.restart()
+        else:
+            self._settled = setting
+
+    def _wait_until_prepared(self):
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
 
     def run(self, runner_inputs):
         return [self._measure(str(entry.artifact_path)) for entry in runner_inputs]
 
     def _measure(self, path):
+        self._wait_until_prepared()
         if (lost := self._lost()) is not None:
             return ms.runner.LocalRunnerFuture(None, lost)
         found = self._told(run_worker.measure, path, self.setting, *self.best)
@@ -63,6 +87,7 @@ class GatedRunner(ms.runner.PyRunner):
         """Prove several artefacts, each by itself, and measure those that pass in turns: for each {"seconds": [...], "error"} or
         {"refused"}. None where they were not through in the seconds that `left` tells, or broke the process together; TuneError where the
         device is lost."""
+        self._wait_until_prepared()
         self.left, results = left, []
         for path in paths:
             if (lost := self._lost()) is not None:
@@ -114,7 +139,9 @@ class GatedRunner(ms.runner.PyRunner):
         return None if sound else f"{LOST}, found {found}: see to the device and run the same command again; what was measured is kept"
 
     def close(self):
-        """End the process."""
+        """End the process, whatever it is at."""
+        self._worker.end()
+        self._wait_until_prepared()
         self._worker.restart()
 
 

@@ -9,11 +9,10 @@ from tvm.s_tir import meta_schedule as ms
 from schedules.tuning.features import KnobFeatures, token
 from schedules.tuning.last_round import TICK, Times, Winner, last_round, left_until, past, ranked
 from schedules.tuning.log import Outcome
+from schedules.tuning.proposals import Proposals
 from schedules.tuning.reasons import LOST, OUT_OF_TIME, told
 from schedules.tuning.task import Task
 
-#: A space whose best is this many times slower than the best of all gets no further plans while others have some.
-RIVAL = 1.15
 #: Plans in the last round, which are measured in turns.
 FINALISTS = 5
 #: Plans that a turn of a space proposes, at least: MetaSchedule's search costs as much as several builds.
@@ -21,6 +20,8 @@ BATCH = 8
 #: Plans in a row without a gain of more than this part after which the search ends. Had one in twenty of what is left been better, so many
 #: drawn at random would have shown it with a probability of 95 %, and what the search picks is better than random.
 PATIENCE, GAIN = 60, 0.005
+#: So many times as many plans as there are build processes are under way: some are built, some wait to be measured.
+AHEAD = 2
 #: Plans of earlier sessions that are built again, best first, until one passes.
 REBUILT = 3
 
@@ -86,14 +87,16 @@ class Session:
     def __init__(self, name, spaces, shape, builder, runner, host, known, declarations, *, champion=None, hints=(), seed=0,
                  threads=1, alone=False):
         self.name, self.spaces, self.known, self.declarations, self.champion, self.seed = name, spaces, known, declarations, champion, seed
-        self.builder, self.runner, self.host, self.alone, self.hints = builder, runner, host, alone, hints
+        self.builder, self.runner, self.host, self.alone = builder, runner, host, alone
         np.random.seed(seed)  # an untrained XGBModel draws from NumPy's global state
         model = ms.cost_model.XGBModel(extractor=KnobFeatures(spaces), num_warmup_samples=12, verbose_eval=0, num_tuning_cores=threads)
         self.tasks = [Task(space, shape, model, known, seed + number, threads) for number, space in enumerate(spaces)]
+        first = *([champion] if champion else []), *hints
+        self._proposals = Proposals(self.tasks, known, first, self.space_of, not alone)
         self.tried = self.refused = self.fruitless = 0  # fruitless: how many plans in a row brought no gain
         self.exhausted, self._fresh = False, True  # whether nothing is left to try; whether there was no `search` yet
         self._reference = None, None  # (key, artefact) of the best plan, which others are timed in turn with
-        self._turns, self._owners = {task: 0 for task in self.tasks}, {}
+        self._owners, self._batch = {}, None  # the future of plans to try next, which outlives a part of the search
 
     def run(self, limits):
         """Search within the limits, then duel; the Winner, which is never below the default plan. TuneError where no plan passes, or the
@@ -110,6 +113,7 @@ class Session:
         self._earlier = max((outcome.after or 0.0 for outcome in self.known.values()), default=0.0)
         self.builder.spaces = self.spaces
         self.runner.left = lambda: self._left(times)
+        self.runner.prepare()
         if self._fresh:
             self._drop_stale()
         self._fresh = False
@@ -221,32 +225,42 @@ class Session:
         return sorted(passed, key=lambda key: self.known[key].seconds)
 
     def _search(self, times):
-        pending = {}  # future -> (task, plan)
-        ended = False
+        pending, ended = {}, False  # future -> (task, plan)
         while True:
             ended = ended or self.host.stop() or past(times.build, self.host) or self.ended_early
             taken = {task.key(plan) for task, plan in pending.values()}
-            if not ended and len(pending) <= (0 if self.alone or self.builder.eager and self.default in taken else self.builder.workers):
-                room = self._room(taken)
-                batch = self._batch(room, taken)
-                ended = not batch and not pending
+            if not ended and self._batch is None and len(pending) <= self._few(taken):
+                self._batch = self._proposals.begin(self._room(taken), taken)
+            if not ended and self._batch is not None and self._batch.done():
+                plans, room, self._batch = self._batch.result(), self._room(taken), None
+                ended = not plans and not pending
                 self.exhausted = ended and room > 0
-                for task, plan in batch:
+                for task, plan in plans[:max(room, 0)]:  # of a search that goes on, whose last part may have had more
                     pending[self.builder.begin(token(task.space, plan).mod)] = task, plan
             first = [future for future, (task, plan) in pending.items() if task.key(plan) == self.default]
             if ended:
                 pending = {future: entry for future, entry in pending.items() if future in first or not future.cancel()}
                 if self.host.stop() or past(times.measure, self.host) or not pending:
                     break
-            when = concurrent.futures.ALL_COMPLETED if self.alone else concurrent.futures.FIRST_COMPLETED
-            # Others take turns with the default plan, however soon they are built.
-            done, _ = concurrent.futures.wait(not self.alone and first or pending, TICK, when)
-            if self.alone and len(done) < len(pending):
-                continue
+            done = self._done(pending, first)
             for future in [future for future in pending if future in done]:  # in their order, or draws would not be repeatable
                 self._measure(future, *pending.pop(future))
                 if self.host.stop() or past(times.measure, self.host):
                     break
+
+    def _done(self, pending, first):
+        """Futures of plans that are built, after a moment where there are none: all or none where nothing is built while a kernel is
+        measured, else those of `first` while there are some, since others take turns with the default plan, however soon they are built."""
+        if self.alone:
+            done, others = concurrent.futures.wait(pending, TICK, concurrent.futures.ALL_COMPLETED)
+            return () if others else done
+        wanted = first or [*pending, *filter(None, [self._batch])]
+        return concurrent.futures.wait(wanted, TICK, concurrent.futures.FIRST_COMPLETED).done
+
+    def _few(self, taken):
+        """How many plans are so few under way that others are proposed."""
+        alone = self.alone or self.builder.eager and self.default in taken
+        return 0 if alone else AHEAD * self.builder.workers
 
     def _room(self, taken):
         """How many plans the next batch may have beside the keys in `taken`; whatever the trials, what the best must be compared with."""
@@ -257,37 +271,9 @@ class Session:
             count = min(count, self._limits.trials - self.tried - len(taken))
         return max(count, len({*self.uncompared} - taken))
 
-    def _batch(self, count, taken):
-        """Up to `count` (task, plan) to try: the default plan, a champion that is not known any more, hints and the other seeds, then what
-        the search of the next task proposes."""
-        if count <= 0:
-            return []
-        seeds = self.seeds(taken)
-        if seeds:
-            return seeds[:count]
-        task = self._next_task(taken)
-        if task is None:
-            return []
-        self._turns[task] += 1
-        return [(task, plan) for plan in task.propose(count, taken)]
-
     def seeds(self, taken=()):
         """[(task, plan)] that a search begins with and that are neither known nor among `taken` keys."""
-        first, *others = [task.key(task.space.seed) for task in self.tasks]
-        keys = [first, *([self.champion] if self.champion else []), *self.hints, *others]
-        wanted = [(task, key[1]) for key in keys for task in self.tasks if task.space is self.space_of(key)]
-        return [(task, plan) for task, plan in dict.fromkeys(wanted) if task.key(plan) not in {*self.known, *taken}]
-
-    def _next_task(self, taken):
-        """The rival space that had the fewest turns; once rivals are exhausted, the best of the others."""
-        best = {task: task.measured()[0][0] if task.measured() else float("inf") for task in self.tasks}
-        open_tasks = [task for task in self.tasks if task.unknown(taken)]
-        # A space of one plan, such as that of another family's champion, is no measure of where a search pays.
-        least = min((best[task] for task in self.tasks if task.space.size > 1), default=float("inf"))
-        rivals = [task for task in open_tasks if best[task] <= RIVAL * least]
-        if rivals:
-            return min(rivals, key=lambda task: (self._turns[task], best[task]))
-        return min(open_tasks, key=best.get, default=None)
+        return self._proposals.seeds(taken)
 
     def _measure(self, future, task, plan):
         """Gate and time what a future has built, and note the outcome."""

@@ -184,8 +184,7 @@ class BackwardPass:
     def timed(self, shape, device):
         """As of the forward pass, with an LSE of about the right size, so that probabilities are some: its kernel is not here."""
         q, k, v, out, lse = _inputs(self.workload, shape, device)
-        dout, o = (tvm.runtime.tensor(np.random.default_rng([1, number]).standard_normal(out.shape, np.float32).astype(
-            reference.numpy_dtype(self.workload)), device) for number in (1, 2))
+        dout, o = (_drawn(self.workload, out.shape, [1, number], device) for number in (1, 2))
         lse.copyfrom(np.full(lse.shape, np.log(max(shape.kv_len, 1)) + 0.5, np.float32))
         gradients = (tvm.runtime.empty(x.shape, x.dtype, device) for x in (q, k, v))
         return dout, q, k, v, o, lse, *gradients, *_behind(self.workload, shape, device)
@@ -203,9 +202,15 @@ def _judge(mismatch, tolerances):
 
 def _inputs(workload, shape, device):
     """Seeded q, k and v, and room for out and lse."""
-    *_, out, lse = shape.tensors(workload)
-    inputs = (tvm.runtime.tensor(x, device) for x in reference.make_inputs(workload, shape, seed=1))
+    *inputs, out, lse = shape.tensors(workload)
+    inputs = (_drawn(workload, sizes, number, device) for number, sizes in enumerate(inputs))
     return *inputs, tvm.runtime.empty(out, reference.numpy_dtype(workload).name, device), tvm.runtime.empty(lse, "float32", device)
+
+
+def _drawn(workload, sizes, seed, device):
+    """A tensor of standard-normal numbers to time on. They are drawn in float32: of large shapes, float64 takes seconds more."""
+    numbers = np.random.default_rng(seed).standard_normal(sizes, np.float32)
+    return tvm.runtime.tensor(numbers.astype(reference.numpy_dtype(workload)), device)
 
 
 def _behind(workload, shape, device):

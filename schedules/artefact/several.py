@@ -40,8 +40,8 @@ def shares_of(workloads):
         for name in share.functions():
             other = taken.setdefault(name, workload.name)
             if other != workload.name:
-                raise ExportError(f"the workloads of an artefact must have functions with names of their own, found {name} of {other} and of "
-                                  f"{workload.name}: export one of them apart")
+                raise ExportError(f"the workloads of an artefact must have functions with names of their own, found {name} of {other} and "
+                                  f"of {workload.name}: export one of them apart")
     return shares
 
 

@@ -3,6 +3,7 @@ import concurrent.futures
 import multiprocessing
 import os
 import tempfile
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from schedules.artefact.export import ExportError
@@ -35,22 +36,26 @@ def workloads_of(args, device):
         return [*PRESETS.values()], [*PRESETS.values()]
     require_kind("--all", args.all, device)
     subjects = [entry.subject for entry in SUITES[args.all].entries]
-    return list(dict.fromkeys(it.workload for it in subjects)), [it.workload for it in subjects if it.order]
+    with_gradients = [it.workload for it in subjects if it.order]
+    if with_gradients and not args.backward:
+        print(f"the gradients of suite {args.all} are left out: add --backward for them", flush=True)
+    return list(dict.fromkeys(it.workload for it in subjects)), with_gradients
 
 
 def orders_of(args, device, workloads, with_gradients):
-    """The Order of each workload; ExportError with the reasons of all that cannot be in the artefact, or where functions of two would have
-    the same name."""
+    """The Order of each workload; ExportError with the names of all that cannot be in the artefact, whose reasons are printed, or where
+    functions of two would have the same name."""
     shares_of(workloads)
-    orders, reasons = [], []
+    orders, missing = [], []
     for workload in workloads:
         try:
             orders.append(order_of(args, device, workload, workload in with_gradients))
         except REASONS as error:
-            reasons.append(f"{workload.name}: {error}")
-    if reasons:
-        raise ExportError(f"all of {len(workloads)} workloads were wanted in one artefact, found {len(reasons)} that cannot be there "
-                          f"({'; '.join(reasons)}): name the others with --workload")
+            missing.append(workload.name)
+            print(f"{workload.name}: {error}", flush=True)
+    if missing:
+        raise ExportError(f"{len(workloads)} workloads were wanted in one artefact, found that {len(missing)} of them cannot be there, as "
+                          f"told above ({', '.join(missing)}): name the others with --workload")
     return orders
 
 
@@ -69,9 +74,13 @@ def write_several(orders, path, seed):
     parts, workers = [], min(len(orders), len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as scratch:
         folders = [Path(scratch, str(number)) for number in range(len(orders))]
-        with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            jobs = orders, shares_of([order.workload for order in orders]), folders, [seed] * len(orders)
-            for order, (part, figures) in zip(orders, pool.map(build_part, *jobs)):
-                parts.append(part)
-                print("\n".join([f"{order.workload.name}: built", *(f"  {line}" for line in figures)]), flush=True)
+        jobs = orders, shares_of([order.workload for order in orders]), folders, [seed] * len(orders)
+        try:
+            with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+                for order, (part, figures) in zip(orders, pool.map(build_part, *jobs)):
+                    parts.append(part)
+                    print("\n".join([f"{order.workload.name}: built", *(f"  {line}" for line in figures)]), flush=True)
+        except BrokenProcessPool as error:
+            raise ExportError(f"{workers} processes were to build {len(orders)} workloads, found that one ended before its time: free "
+                              "memory, or allow fewer cores by taskset") from error
         return export_several(parts, path)

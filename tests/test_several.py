@@ -21,13 +21,16 @@ from schedules.build import kernel_names
 from schedules.lowering.cuda_compile import cuda_compiler
 from schedules.tuning.suites import SUITES
 from scripts import cli, export
+from scripts.choices import Choice, Order
 from scripts.kernels import answer, answer_gradients
-from scripts.several import workloads_of, write_several
+from scripts.several import build_part, workloads_of, write_several
 from te_defs import reference
 from te_defs.workload import PRESETS, Shape, Workload, make_arguments
 from tests.commands import command
 from tests.faults import EndsItsProcess
 from tests.stand_in_kernel import on_cpu, on_cuda, variant
+from tests.test_bucket_plans import AT, HERE, planned
+from tests.test_bucket_plans import WORKLOAD as BUCKETED
 
 OF_A_USER = "fwd_d16_dv8_f32_tests.of_a_user:DocumentCausal"
 #: Their names hold all that no function's name may.
@@ -222,14 +225,30 @@ class TestRun:
         assert message in done.stderr and done.stderr.count("\n") == 1
 
 
+class TestBuckets:
+    def test_each_workload_has_its_own(self, tmp_path):
+        workloads = BUCKETED, replace(BUCKETED, mask="full")
+        plans = [tuple(planned(*each) for each in at.items()) for at in (AT, {"16x16": AT["16x16"], "64x64": AT["256x256"]})]
+        parts = [build_part(Order(workload, [Choice(some, HERE, ())], []), share, tmp_path / share.ending, 0)[0]
+                 for workload, some, share in zip(workloads, plans, shares_of(workloads))]
+        path = export_several(parts, tmp_path / "it.so")[0]
+        module = tvm.runtime.load_module(str(path))
+        taken = [[module[f"flash_attention_forward_d32_dv16_f32_{mask}_bucket"](*lengths) for lengths in ((1, 60), (17, 17), (300, 300))]
+                 for mask in ("causal", "full")]
+        assert taken == [[0, 1, 2], [0, 0, 1]]
+        done = command("run", path, "--lengths", "100", "--repeat", "1", code=0).stdout
+        for mask, bucket in (("causal", "256x256"), ("full", "64x64")):
+            assert f"{mask}, batch 1, heads 8, length 100, plan of {bucket}: " in done
+
+
 class TestCommand:
     WHAT = "--target", "cpu", "--plan", "default"
 
     @pytest.mark.parametrize("arguments, code, message", [
-        (["--workload", "d64_f32_full", "fwd_d64_dv64_f32_full"], 2, "--workload must name each workload once, found fwd_d64_dv64_f32_full"),
+        (["--workload", "d64_f32_full", "fwd_d64_dv64_f32_full"], 2, "--workload must name each workload once, found fwd_d64_dv64_f32_"),
         (["--workload", "d64_f32_full", "--all", "cpu"], 2, "--all names the workloads itself, found --workload d64_f32_full too: "),
         (["--all", "llm"], 2, "--all llm is for cuda, found "),
-        (["--workload", "d64_f32_full", "d64_f32_causal"], 2, "--output must name the artefact of several workloads, found 2 and no "),
+        (["--workload", "d64_f32_full", "d64_f32_causal"], 2, "--output must name the artefact of several workloads, found 2 and "),
         (["--workload", "d64_f32_full", "d64", "--output", "x.so"], 2, "a workload is named like fwd_d128_dv128_f16_causal, found 'd64'"),
         (["--workload", "d64_f32_full", "fwd_d64_dv64_f32_full+bias", "--backward", "--gradients-of", "bias", "--output", "x.so"], 1,
          "2 workloads were wanted in one artefact, found that 1 of them cannot be there, as told above (fwd_d64_dv64_f32_full): ")])

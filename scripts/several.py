@@ -22,8 +22,8 @@ REASONS = (*cli.USAGE_ERRORS, *cli.FAILURES)
 
 
 def workloads_of(args, device):
-    """(workloads of --workload or --all, each once, those of which --backward means gradients); UsageError where there are none, or some
-    twice."""
+    """(workloads of --workload or --all, each once, those of which --backward means gradients); UsageError where one is named twice, or the
+    suite goes with something else."""
     if args.all is None:
         workloads = [options.workload_of(text, device) for text in args.workload]
         twice = [it.name for number, it in enumerate(workloads) if it in workloads[:number]]
@@ -82,5 +82,5 @@ def write_several(orders, path, seed):
                     print("\n".join([f"{order.workload.name}: built", *(f"  {line}" for line in figures)]), flush=True)
         except BrokenProcessPool as error:
             raise ExportError(f"{workers} processes were to build {len(orders)} workloads, found that one ended before its time: free "
-                              "memory, or allow fewer cores by taskset") from error
+                              "memory or disk, or allow fewer cores by taskset") from error
         return export_several(parts, path)

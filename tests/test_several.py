@@ -17,20 +17,20 @@ from schedules.artefact.export import ExportError, export_artefact, read_manifes
 from schedules.artefact.manifest import describe
 from schedules.artefact.names import ALONE, Share
 from schedules.artefact.several import PLACES, export_part, export_several, shares_of
+from schedules.artefact.variant import Tuned
+from schedules.buckets import Bucket
 from schedules.build import kernel_names
 from schedules.lowering.cuda_compile import cuda_compiler
+from schedules.plan import Plan
 from schedules.tuning.suites import SUITES
 from scripts import cli, export
-from scripts.choices import Choice, Order
 from scripts.kernels import answer, answer_gradients
-from scripts.several import build_part, workloads_of, write_several
+from scripts.several import workloads_of, write_several
 from te_defs import reference
 from te_defs.workload import PRESETS, Shape, Workload, make_arguments
 from tests.commands import command
 from tests.faults import EndsItsProcess
 from tests.stand_in_kernel import on_cpu, on_cuda, variant
-from tests.test_bucket_plans import AT, HERE, planned
-from tests.test_bucket_plans import WORKLOAD as BUCKETED
 
 OF_A_USER = "fwd_d16_dv8_f32_tests.of_a_user:DocumentCausal"
 #: Their names hold all that no function's name may.
@@ -78,7 +78,7 @@ class TestNames:
         assert [share.first_place for share in shares_of(workloads)] == [1, 1 + PLACES, 1 + 2 * PLACES]
         assert (ALONE.forward, ALONE.backward, ALONE.first_place) == ("flash_attention_forward", "flash_attention_backward", 1)
 
-    @pytest.mark.parametrize("other", ["fwd_d64_dv64_f32_tests:of_a_user.halves", "fwd_d64_dv64_f32_tests.of:a_user_halves"])
+    @pytest.mark.parametrize("other", ["fwd_d64_dv64_f32_tests:of_a_user.halves", "fwd_d64_dv64_f32_tests.of_a_user:halves"])
     def test_that_two_would_have_are_refused(self, other):
         """Of these names no workload is made, so that neither module must be there."""
         one = Namespace(name="fwd_d64_dv64_f32_tests.of_a_user:halves")
@@ -227,18 +227,22 @@ class TestRun:
 
 class TestBuckets:
     def test_each_workload_has_its_own(self, tmp_path):
-        workloads = BUCKETED, replace(BUCKETED, mask="full")
-        plans = [tuple(planned(*each) for each in at.items()) for at in (AT, {"16x16": AT["16x16"], "64x64": AT["256x256"]})]
-        parts = [build_part(Order(workload, [Choice(some, HERE, ())], []), share, tmp_path / share.ending, 0)[0]
-                 for workload, some, share in zip(workloads, plans, shares_of(workloads))]
-        path = export_several(parts, tmp_path / "it.so")[0]
-        module = tvm.runtime.load_module(str(path))
-        taken = [[module[f"flash_attention_forward_d32_dv16_f32_{mask}_bucket"](*lengths) for lengths in ((1, 60), (17, 17), (300, 300))]
-                 for mask in ("causal", "full")]
-        assert taken == [[0, 1, 2], [0, 0, 1]]
-        done = command("run", path, "--lengths", "100", "--repeat", "1", code=0).stdout
-        for mask, bucket in (("causal", "256x256"), ("full", "64x64")):
-            assert f"{mask}, batch 1, heads 8, length 100, plan of {bucket}: " in done
+        """Stand-ins put into lse ten times the number of their workload, and their own."""
+        parts = []
+        for number, (workload, share, lengths) in enumerate(zip(SMALL, shares_of(SMALL), ((16, 256), (64, 128))), 1):
+            tuned = [Tuned(Bucket(length, length), "stand-in", Plan(64, 32), {"seconds": 1e-3}) for length in lengths]
+            variants = [replace(on_cpu(workload, share.first_place + place, 10 * number + place), tuned=(it,))
+                        for place, it in enumerate(tuned)]
+            (tmp_path / share.ending).mkdir()
+            parts.append(export_part(variants, workload, tmp_path / share.ending, describe(workload, variants, None, (), share), (), (),
+                                     share))
+        module = tvm.runtime.load_module(str(export_several(parts, tmp_path / "it.so")[0]))
+        for ending, factors in (("d16_dv8_f32_full", (10, 11)), ("d16_dv8_f32_causal", (20, 20))):
+            forward = f"flash_attention_forward_{ending}"
+            for length, factor in zip((20, 80), factors):
+                assert module[f"{forward}_bucket"](length, length) == factor % 10
+                _, lse = answer(module[forward], [np.ones((1, length, 2, size), "float32") for size in (16, 16, 8)], 0.5)
+                assert (lse == factor * length).all()
 
 
 class TestCommand:

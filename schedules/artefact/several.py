@@ -11,7 +11,7 @@ import tvm
 from schedules.artefact.cases import join_cases, write_cases
 from schedules.artefact.export import ExportError, check_variants, compile_entries, compile_manifest, imports, write_files, write_library
 from schedules.artefact.manifest import describe_several
-from schedules.artefact.names import MANIFEST, Share, ending_of
+from schedules.artefact.names import Share, ending_of
 
 #: Places for the variants of a workload: more than it has, so that processes that make parts need not know how many the others took.
 PLACES = 1000
@@ -35,13 +35,13 @@ class Part:
 
 def shares_of(workloads):
     """The Shares that some workloads have of one artefact, in their order; ExportError where two have functions of the same name."""
-    shares, taken = [Share(ending_of(it), 1 + PLACES * number) for number, it in enumerate(workloads)], {MANIFEST: "the artefact itself"}
+    shares, taken = [Share(ending_of(it), 1 + PLACES * number) for number, it in enumerate(workloads)], {}
     for workload, share in zip(workloads, shares):
         for name in share.functions():
-            other = taken.setdefault(name, workload.name)
-            if other != workload.name:
-                raise ExportError(f"the workloads of an artefact must have functions with names of their own, found {name} of {other} and "
-                                  f"of {workload.name}: export one of them apart")
+            if name in taken:
+                raise ExportError(f"the workloads of an artefact must have functions with names of their own, found {name} of "
+                                  f"{taken[name]} and of {workload.name}: export one of them apart")
+            taken[name] = workload.name
     return shares
 
 

@@ -38,7 +38,7 @@ class Interrupted(RuntimeError):
     """Ctrl-C, after what there was is kept; the message says where."""
 
 
-_USAGE_ERRORS = (UsageError, WorkloadError, ArchError)
+USAGE_ERRORS = (UsageError, WorkloadError, ArchError)
 #: What ends a command, or one workload of several, in a sentence.
 FAILURES = (Interrupted, NoSchedule, PlanError, LogError, TuneError, ToolkitError, CompileError, ExportError, OSError)
 
@@ -68,7 +68,7 @@ def main(run, arguments=None):
     try:
         with _told_interrupts():
             return run(arguments) or DONE
-    except _USAGE_ERRORS as error:
+    except USAGE_ERRORS as error:
         return _complain(error, USAGE)
     except FAILURES as error:
         return _complain(error, FAILED)

@@ -15,6 +15,7 @@ from schedules.arch import CUDA_ARCHS
 from schedules.artefact.cases import check_cases
 from schedules.artefact.export import export_artefact
 from schedules.artefact.manifest import describe
+from schedules.artefact.names import ALONE
 from schedules.artefact.variant import Tuned, Variant, gradient_variant, variant_of
 from schedules.buckets import Bucket
 from schedules.lowering.cuda_compile import CudaOptions, cuda_compiler
@@ -208,11 +209,16 @@ def write_artefact(kernels, workload, path, seed=0, gradients=()):
 
     gradients  Kernels of the backward pass, likewise
     """
+    return export_artefact(path=path, **contents(kernels, workload, seed, gradients))
+
+
+def contents(kernels, workload, seed=0, gradients=(), share=ALONE):
+    """What `export_artefact` takes of Kernels, but for a path, by name; `share` is the workload's of the artefact."""
     variants, backward_variants = ([kernel.variant for kernel in some] for some in (kernels, gradients))
-    manifest = describe(workload, variants, kernels[0].toolkit, backward_variants)
     operands = backward_variants[0].operands.names if backward_variants else ()
-    cases = check_cases(workload, seed, bool(gradients), operands)
-    return export_artefact(variants, workload, path, manifest, cases, backward_variants)
+    return {"variants": variants, "workload": workload, "gradients": backward_variants,
+            "manifest": describe(workload, variants, kernels[0].toolkit, backward_variants, share),
+            "cases": check_cases(workload, seed, bool(gradients), operands)}
 
 
 def build_artefact(plans, workload, arch, path, gradients=()):

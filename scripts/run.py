@@ -2,8 +2,8 @@
 
     python -m scripts.run build/attention.so
 
-Checks are those that `scripts.export` wrote beside the artefact: seeded inputs, float64 answers and the errors that are allowed.
-This file imports nothing else of the project; it may be copied to wherever the artefact goes.
+Checks are those that `scripts.export` wrote beside the artefact: seeded inputs, float64 answers and the errors that are allowed; of
+several workloads all take part. This file imports nothing else of the project; it may be copied to wherever the artefact goes.
 """
 import argparse
 import ctypes
@@ -21,16 +21,16 @@ import numpy as np
 os.environ["TVM_USE_RUNTIME_LIB"] = "1"  # read by `import tvm`: load libtvm_runtime.so and not the compiler
 os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # TVM itself would take half of the cores
 import tvm  # noqa: E402
+import tvm_ffi  # noqa: E402
 
 DONE, FAILED = 0, 1
-FORWARD, MANIFEST = "flash_attention_forward", "flash_attention_manifest"
-BACKWARD = "flash_attention_backward"
+FORWARD, BACKWARD, MANIFEST = "flash_attention_forward", "flash_attention_backward", "flash_attention_manifest"
 #: Behind the name of a call, the same by a variant of one's own choice: (its number in the manifest, then as that call).
 BY_VARIANT = "_variant"
 #: Likewise, where an artefact has plans of several lengths: (query rows, key rows) -> number of the bucket in the manifest that they take.
 BUCKET = "_bucket"
-#: Of the manifests that this file reads.
-SCHEMA = 3
+#: Of the manifests that this file reads: that of one workload, and a list of several.
+SCHEMA, SCHEMA_OF_SEVERAL = 3, 4
 
 
 class RunError(Exception):
@@ -47,7 +47,7 @@ def load(path):
         return tvm.runtime.load_module(str(path))
     except RuntimeError as error:
         if "created using {cuda}" not in str(error):
-            raise RunError(f"{path} does not load: {str(error).strip().splitlines()[-1]}") from error
+            raise RunError(f"{path} does not load ({str(error).strip().splitlines()[-1]}): export again with this TVM") from error
     load_cuda_runtime()
     return tvm.runtime.load_module(str(path))
 
@@ -84,13 +84,45 @@ def _opens(library):
     return True
 
 
-def read_cases(path, name_of_workload):
-    """(index, arrays) of a check file of this workload; schedules/artefact/cases.py describes the form."""
+def manifests_of(module, path, wanted):
+    """Manifests of the workloads that an artefact holds, or of those that are wanted by name; one of several has "front", what its names
+    begin with in the check file, and each has "functions"."""
+    if not module.implements_function(MANIFEST):
+        raise RunError(f"an artefact has a function {MANIFEST}, found none in {path}: name what scripts.export wrote")
+    schema = (manifest := json.loads(module[MANIFEST]())).get("schema")
+    if schema not in (SCHEMA, SCHEMA_OF_SEVERAL):
+        raise RunError(f"a manifest of schema {SCHEMA} or {SCHEMA_OF_SEVERAL} is wanted, found {schema} in {path}: export again")
+    if schema == SCHEMA:
+        functions = {"forward": FORWARD, "backward": manifest.get("backward") and BACKWARD}
+        found = {manifest["workload"]["name"]: {"backward": None, **manifest, "functions": functions, "front": ""}}
+    else:
+        found = {name: {**it, "front": f"{name}/"} for name, it in manifest["workloads"].items()}
+    for name in {*wanted} - {*found}:
+        raise RunError(f"--workload must name what {path} holds, which is {', '.join(found)}, found {name}: correct it")
+    wanted = [found[name] for name in dict.fromkeys(wanted or found)]
+    for it in wanted:
+        require_match(module, path, it)
+    return wanted
+
+
+def require_match(module, path, manifest):
+    """RunError where an artefact has not what its manifest tells, or is of another TVM: calls of a minor version may differ."""
+    for name, here in (("tvm", tvm.__version__), ("tvm_ffi", tvm_ffi.__version__)):
+        built = manifest["versions"][name]
+        if built.split(".")[:2] != here.split(".")[:2]:
+            raise RunError(f"{path} was built with {name} {built}, found {name} {here} here: install the former, or export again")
+    for name in filter(None, manifest["functions"].values()):
+        if not module.implements_function(name):
+            raise RunError(f"the manifest of {path} tells of a function {name}, found none: export again")
+
+
+def read_cases(path, name_of_workload, front=""):
+    """(index, arrays) of a workload in a check file, where its names begin with `front`; schedules/artefact/cases.py describes the form."""
     if not path.is_file():
         raise RunError(f"the check cases of the artefact are wanted, found no file {path}: export again, or name it with --check")
     try:
         with np.load(path) as file:
-            arrays = dict(file)
+            arrays = {name.removeprefix(front): file[name] for name in file.files if name.startswith(front)}
         index = json.loads(str(arrays["index"]))
         complete = all(f"{case['name']}.{name}" in arrays for case in index["cases"] for name in (
             "q", "k", "v", "out", "lse", *(value for value in case["arguments"] if isinstance(value, str)),
@@ -162,10 +194,9 @@ def check_gradients(backward, case, arrays, device):
     """(largest error of the gradients as a share of what is allowed, None or what is wrong) of one case."""
     dout, q, k, v, out, lse = (array_of(case, arrays, name) for name in ("dout", "q", "k", "v", "out", "lse"))
     inputs = [tvm.runtime.tensor(array, device) for array in (dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32))]
-    gradients = [tvm.runtime.tensor(np.full(array.shape, np.nan, np.float32).astype(array.dtype), device) for array in (q, k, v)]
     of_operands = case.get("operand_tolerances", {})  # of tensors behind the scale
-    operands = [array_of(case, arrays, name.removeprefix("d")) for name in of_operands]
-    gradients += [tvm.runtime.tensor(np.full(array.shape, np.nan, np.float32).astype(array.dtype), device) for array in operands]
+    outputs = q, k, v, *(array_of(case, arrays, name.removeprefix("d")) for name in of_operands)
+    gradients = [tvm.runtime.tensor(np.full(array.shape, np.nan, np.float32).astype(array.dtype), device) for array in outputs]
     behind = arguments_behind_scale(case, arrays, device, backward=True)
     backward(*inputs, *gradients[:3], case["scale"], *behind, *((None, *gradients[3:]) if of_operands else ()))
     worst = 0.0
@@ -212,7 +243,7 @@ def extra_arguments(known, numbers, shape, rng, device):
 
 def told_bucket(module, manifest, name, length):
     """Where an artefact has plans of several lengths: which of them calls of a length take, as text."""
-    buckets = (manifest if name == FORWARD else manifest["backward"]).get("buckets")
+    buckets = (manifest if name == manifest["functions"]["forward"] else manifest["backward"]).get("buckets")
     taken = buckets[module[name + BUCKET](length, length)] if buckets else None
     return f", plan of {taken['q_len']}x{taken['kv_len']}" if taken else ""
 
@@ -232,17 +263,17 @@ def measure(module, manifest, shape, numbers, seed, repeat, device):
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     behind = workload["head_dim"] ** -0.5, *extra_arguments(manifest["arguments"], numbers, shape, rng, device)
     tensors = call_arguments(q, k, v, device)
-    calls = [("", FORWARD, (*tensors, *behind, *length_arguments(lengths, device)))]
-    if manifest.get("backward"):
+    calls = [("", manifest["functions"]["forward"], (*tensors, *behind, *length_arguments(lengths, device)))]
+    if manifest["backward"]:
         dout = rng.standard_normal(tensors[3].shape, np.float32).astype(workload["dtype"])
         gradients = [tvm.runtime.tensor(np.empty_like(array), device) for array in (q, k, v)]
         backward = (tvm.runtime.tensor(dout, device), *tensors, *gradients, *behind, *length_arguments(with_most_keys(lengths), device))
-        calls.append((", backward", BACKWARD, backward))
+        calls.append((", backward", manifest["functions"]["backward"], backward))
         names, made = [argument["name"] for argument in manifest["arguments"]], manifest["backward"].get("operands", ())
         like = [behind[1 + names.index(name)].numpy() for name in made]
         if made:
             further = [tvm.runtime.tensor(np.empty_like(array), device) for array in like]
-            calls.append((f", backward with {' '.join(made)}", BACKWARD, (*backward, None, *further)))
+            calls.append((f", backward with {' '.join(made)}", manifest["functions"]["backward"], (*backward, None, *further)))
     found = []
     for label, name, arguments in calls:  # the forward pass first, whose out and lse the other takes
         timer = module.time_evaluator(name, device, number=1, repeat=repeat, min_repeat_ms=20)
@@ -255,13 +286,12 @@ def parse(argv):
     parser = argparse.ArgumentParser(prog="python -m scripts.run", description=__doc__.split("\n\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("artefact", type=Path, help="the .so that scripts.export wrote")
-    parser.add_argument("--check", type=Path, default=argparse.SUPPRESS,
-                        help="its check cases (default: <artefact>.check.npz beside it)")
+    parser.add_argument("--workload", nargs="+", default=[], help="names of the artefact's workloads that are meant; none: all")
+    parser.add_argument("--check", type=Path, default=argparse.SUPPRESS, help="its check cases (default: <artefact>.check.npz beside it)")
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 1024], help="sequence lengths to time; none to check only")
     parser.add_argument("--batch", type=int, default=1, help="batch size of the timed calls")
     parser.add_argument("--heads", type=int, default=8, help="query heads of the timed calls")
-    parser.add_argument("--kv-heads", type=int, default=argparse.SUPPRESS,
-                        help="key heads of the timed calls (default: as many as --heads)")
+    parser.add_argument("--kv-heads", type=int, default=argparse.SUPPRESS, help="key heads of the timed calls (default: those of --heads)")
     parser.add_argument("--arguments", type=float, nargs="*", default=[],
                         help="numbers behind the scale in the timed calls, such as left and right of a window; none: those of the manifest")
     parser.add_argument("--repeat", type=int, default=10, help="measurements, of 20 ms or one call each; the median counts")
@@ -276,57 +306,80 @@ def parse(argv):
     return args
 
 
-def run(args):
-    module = load(args.artefact)
-    if not module.implements_function(MANIFEST):
-        raise RunError(f"an artefact has a function {MANIFEST}, found none in {args.artefact}: name what scripts.export wrote")
-    manifest = json.loads(module[MANIFEST]())
-    if manifest["schema"] != SCHEMA:
-        raise RunError(f"a manifest of schema {SCHEMA} is wanted, found {manifest['schema']} in {args.artefact}: export again")
-    workload, kind = manifest["workload"], manifest["variants"][0]["target"]["kind"]
-    directions = [(FORWARD, manifest["variants"], check)]
-    if manifest.get("backward"):
-        directions.append((BACKWARD, manifest["backward"]["variants"], check_gradients))
-    for name, variant in [(name, variant) for name, variants, _ in directions for variant in variants]:
-        target, plan = variant["target"], text_of(variant["plan"])
+def tell(path, manifest):
+    """Print what an artefact holds of a workload."""
+    name, parts = manifest["workload"]["name"], [("", manifest), (" backward", manifest["backward"] or {"variants": ()})]
+    for what, variant in [(what, variant) for what, part in parts for variant in part["variants"]]:
+        target, plan, measured = variant["target"], text_of(variant["plan"]), variant["measured"] or {}
         code = f" ({' '.join(target['archs'])})" if target["archs"] else ""
-        what = workload["name"] + (" backward" if name == BACKWARD else "")
-        measured = variant["measured"] or {}
         lent = f", borrowed: measured on {measured['device']}, {measured['date']}" if "borrowed_for" in measured else ""
-        print(f"{args.artefact}: {what} for {target['lowered_for']}{code}, family {variant['family']}, {plan}{lent}")
-    for what, part in (("", manifest), ("backward, ", manifest.get("backward") or {})):
-        for it in part.get("buckets", ()):
-            print(f"  {what}lengths near {it['q_len']}x{it['kv_len']}: {it['family']}, {text_of(it['plan'])}, tuned on "
-                  f"{it['measured']['device']}, {1e3 * it['measured']['seconds']:.3f} ms")
+        print(f"{path}: {name}{what} for {target['lowered_for']}{code}, family {variant['family']}, {plan}{lent}")
+    for what, it in [(what, it) for what, part in parts for it in part.get("buckets", ())]:
+        print(f"  {what and 'backward, '}lengths near {it['q_len']}x{it['kv_len']}: {it['family']}, {text_of(it['plan'])}, tuned on "
+              f"{it['measured']['device']}, {1e3 * it['measured']['seconds']:.3f} ms")
+
+
+def device_of(manifest):
+    """The device that the kernels of a workload need."""
+    kind = manifest["variants"][0]["target"]["kind"]
     device = tvm.runtime.device(kind, 0)
     if not device.exist:
         raise RunError(f"the artefact needs a {kind} device, found none: run it where there is one")
-    index, arrays = read_cases(args.check, workload["name"])
-    found = []
-    for name, variants, checked in directions:
-        backward = "backward, " if name == BACKWARD else ""
+    return device
+
+
+def check_workload(module, manifest, path):
+    """(number of calls that were checked, number of wrong ones) of a workload's check cases in a file, with a line about each."""
+    device, functions, found = device_of(manifest), manifest["functions"], []
+    index, arrays = read_cases(path, manifest["workload"]["name"], manifest["front"])
+    print(f"{manifest['workload']['name']}:\n" if manifest["front"] else "", end="")
+    directions = [("", functions["forward"], manifest["variants"], check)]
+    if manifest["backward"]:
+        directions.append(("backward, ", functions["backward"], manifest["backward"]["variants"], check_gradients))
+    for backward, name, variants, checked in directions:
         found.append(check_all(module[name], index, arrays, device, backward, checked))
         for number, variant in enumerate(variants if len(variants) > 1 else ()):  # cases are small: each must see them, whatever it is for
             label = f"{backward}variant {number + 1}, {variant['family']}: "
             found.append(check_all(functools.partial(module[name + BY_VARIANT], number), index, arrays, device, label, checked))
     found = [wrong for wrong in found if wrong is not None]
-    count, wrong = len(found) * len(index["cases"]), sum(found)
-    print(f"{count - wrong} of {count} check cases passed")
-    if wrong:
-        raise RunError(f"{wrong} check cases failed: do not use this artefact")
+    return len(found) * len(index["cases"]), sum(found)
+
+
+def timed_numbers(manifest, given):
+    """Names and values of the numbers behind the scale in timed calls of a workload: those that are given, or those of the manifest."""
     known = [argument for argument in manifest["arguments"] if not argument["axes"]]
-    names, numbers = [argument["name"] for argument in known], args.arguments or [argument["sample"] for argument in known]
+    names, numbers = [argument["name"] for argument in known], given or [argument["sample"] for argument in known]
     if len(numbers) != len(names):
-        raise RunError(f"--arguments takes {', '.join(names) or 'nothing'} here, found {len(numbers)} numbers: correct it")
+        raise RunError(f"{manifest['workload']['name']} takes --arguments {' '.join(names)}, found {len(numbers)} numbers: correct them")
     for argument, number in zip(known, numbers):
         if number < 0 or argument["kind"] == "count" and number != int(number):
             raise RunError(f"{argument['name']} must be a {argument['kind']} number from 0 up, found {number:g}: correct --arguments")
-    numbers = [int(number) if argument["kind"] == "count" else number for argument, number in zip(known, numbers)]
+    return names, [int(number) if argument["kind"] == "count" else number for argument, number in zip(known, numbers)]
+
+
+def time_workload(module, manifest, args):
+    """Time calls of a workload, with a line about each."""
+    names, numbers = timed_numbers(manifest, args.arguments)
+    name = f"{manifest['workload']['name']}, " if manifest["front"] else ""
+    sizes = "".join(f", {name} {value:g}" for name, value in zip(names, numbers))
     for length in args.lengths:
         shape = (args.batch, args.heads, args.kv_heads, length, length)
-        sizes = "".join(f", {name} {value:g}" for name, value in zip(names, numbers))
-        for label, median, least, most in measure(module, manifest, shape, numbers, args.seed, args.repeat, device):
-            print(f"  batch {args.batch}, heads {args.heads}, length {length}{sizes}{label}: {median:.3f} ms ({least:.3f} to {most:.3f})")
+        told = f"{name}batch {args.batch}, heads {args.heads}, length {length}{sizes}"
+        for label, median, least, most in measure(module, manifest, shape, numbers, args.seed, args.repeat, device_of(manifest)):
+            print(f"  {told}{label}: {median:.3f} ms ({least:.3f} to {most:.3f})")
+
+
+def run(args):
+    module = load(args.artefact)
+    manifests = manifests_of(module, args.artefact, args.workload)
+    for manifest in manifests:
+        tell(args.artefact, manifest)
+    count, wrong = map(sum, zip(*[check_workload(module, manifest, args.check) for manifest in manifests]))
+    print(f"{count - wrong} of {count} check cases passed")
+    if wrong:
+        raise RunError(f"{wrong} check cases failed: do not use this artefact")
+    for manifest in manifests:
+        time_workload(module, manifest, args)
 
 
 def main(argv=None):

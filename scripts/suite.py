@@ -25,10 +25,15 @@ def entries_of(args, device):
     given = [f"--{name}" for name, unset in OF_ONE.items() if getattr(args, name) != unset]
     if given:
         raise cli.UsageError(f"--suite names workloads, gradients and lengths itself, found {' and '.join(given)} too: leave one out")
-    if suite.kind != device.kind:
-        kinds = ", ".join(f"{name} for {each.kind}" for name, each in SUITES.items())
-        raise cli.UsageError(f"--suite {args.suite} is for {suite.kind}, found {device.description}: choose another ({kinds}) or target")
+    require_kind("--suite", args.suite, device)
     return suite.entries
+
+
+def require_kind(option, name, device):
+    """UsageError where a suite, which that option names, is not for the device."""
+    if SUITES[name].kind != device.kind:
+        kinds = ", ".join(f"{each} for {suite.kind}" for each, suite in SUITES.items())
+        raise cli.UsageError(f"{option} {name} is for {SUITES[name].kind}, found {device.description}: choose another ({kinds}) or target")
 
 
 def attempted(step):

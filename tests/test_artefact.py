@@ -222,16 +222,16 @@ class TestExport:
     def test_a_full_disk_is_told_and_leaves_what_was_there(self, tmp_path, monkeypatch):
         """The most bytes that a file may have stand in for it. Nothing but what stays is made there: LLVM, which ends the process where it
         cannot write, makes its files elsewhere."""
-        path, cases, write = tmp_path / "kept.so", tmp_path / "kept.check.npz", export._write_library
+        path, cases, write = tmp_path / "kept.so", tmp_path / "kept.check.npz", export.write_library
         path.write_text("old artefact")
         made = check_cases(WORKLOAD)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-        def on_a_full_disk(library, variants, entries, scratch):
-            assert not any(place.is_relative_to(tmp_path) for place in (scratch, *entries)) and library.is_relative_to(tmp_path)
-            write(library, variants, entries, scratch)
+        def on_a_full_disk(library, modules, objects, scratch):
+            assert not any(place.is_relative_to(tmp_path) for place in (scratch, *objects)) and library.is_relative_to(tmp_path)
+            write(library, modules, objects, scratch)
             resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, limits[1]))
-        monkeypatch.setattr(export, "_write_library", on_a_full_disk)
+        monkeypatch.setattr(export, "write_library", on_a_full_disk)
         try:
             with pytest.raises(ExportError, match=f"{path} and {cases.name} were to be written, found: File too large: make room there"):
                 export_artefact([on_cpu(WORKLOAD)], WORKLOAD, path, {}, made)

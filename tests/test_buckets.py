@@ -176,7 +176,7 @@ double nanoseconds(long picks) {
 
 @pytest.mark.parametrize("count", [2, 16])
 def test_picking_takes_less_than_a_microsecond(tmp_path, count, record_property):
-    compile_entry(WORKLOAD, numbered([Bucket(2**number, 3 * number) for number in range(1, count + 1)]), {}, tmp_path)
+    compile_entry(WORKLOAD, numbered([Bucket(2**number, 3 * number) for number in range(1, count + 1)]), tmp_path)
     source, library = tmp_path / "timer.c", tmp_path / "timer.so"
     stubs = "".join(f"int __tvm_ffi_{name}(void *s, const TVMFFIAny *a, int32_t n, TVMFFIAny *r) {{ return 0; }}\n" for name in (
         f"attention_forward{sign}{'' if place == 1 else f'_variant{place}'}" for place in range(1, count + 1)

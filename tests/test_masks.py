@@ -118,7 +118,7 @@ class TestArguments:
         done = subprocess.run([*command, "9", "4"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0 and "length 64, left 9, right 4: " in done.stdout and "11 of 11 check cases passed" in done.stdout
         short = subprocess.run([*command, "9"], cwd=ROOT, capture_output=True, text=True)
-        assert short.returncode == 1 and "--arguments takes left, right here, found 1 numbers: correct it" in short.stderr
+        assert short.returncode == 1 and f"{WINDOW.name} takes --arguments left right, found 1 numbers: correct them" in short.stderr
 
     def test_check_cases_try_several(self):
         assert {case.arguments for case in check_cases(WINDOW)} == set(MASKS["window"].samples)

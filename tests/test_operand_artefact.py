@@ -117,12 +117,13 @@ class TestNumbers:
 
 #: Memory in place of TVM's pool, which has none for pieces of so many bytes or a multiple, and says so by an exception, as TVM does.
 POOL = """
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <new>
 extern "C" {
 int64_t refused = INT64_MAX;
-int held;
+std::atomic<int> held;  // by the threads of a kernel
 void *take(int, int, uint64_t bytes, int, int) {
   if (bytes % refused == 0) throw std::bad_alloc();
   ++held;

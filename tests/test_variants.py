@@ -67,7 +67,7 @@ def link(variants, folder, workload, library):
                  for place in range(1, len(variants) + 1) for name, sign in zip(kernel_names(place), (1, -1))]
     source = folder / "numbers.c"
     source.write_text("\n".join(["#include <tvm/ffi/c_api.h>", *functions, ""]))
-    entry = compile_entry(workload, variants, {}, folder)
+    entry = compile_entry(workload, variants, folder)
     includes = [f"-I{path}" for path in (tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
     run_c_compiler(["-shared", "-fPIC", "-x", "c", *includes, str(source), "-x", "none", str(entry), "-o", str(library)])
 

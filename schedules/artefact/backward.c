@@ -147,19 +147,19 @@ static int backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny 
 }
 
 /* flash_attention_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, the extras[, dlse[, gradients of some extras]]) -> None */
-TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_backward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+EXPORTED() {
   return backward(self, args, count, result, NULL);
 }
 
 /* flash_attention_backward_variant(number, then as above) -> None: by the variant of this number among the manifest's for gradients. */
-TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_backward_variant(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+EXPORTED(_variant) {
   const Variant *variant = variant_of_number(args, count);
   return variant == NULL ? -1 : backward(self, args + 1, count - 1, result, variant);
 }
 
 #if FLASHTIR_BUCKET_COUNT
 /* flash_attention_backward_bucket(q_len, kv_len) -> number of a bucket in the manifest, among those for gradients, from 0 on. */
-TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_backward_bucket(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+EXPORTED(_bucket) {
   (void)self;
   return tell_bucket(args, count, result);
 }

@@ -2,6 +2,9 @@
  * entry.c and backward.c, are compiled with this file and a generated header, artefact_config.h, with these constants:
  *
  *   FLASHTIR_BACKWARD          1 for the gradients, 0 for the forward pass
+ *   FLASHTIR_FUNCTION          name of the exported function, which others begin with: flash_attention_forward or flash_attention_backward,
+ *                              with the workload's name behind it where the artefact holds several
+ *   FLASHTIR_ALONE             1 where the artefact holds one workload
  *   FLASHTIR_FUNCTIONS(X)      symbols of all host functions that TVM generated
  *   FLASHTIR_VARIANTS(X)       the kernels that the artefact holds, best first; X takes for each
  *                                name           for messages, such as "mma for sm_80"
@@ -29,7 +32,6 @@
  *   FLASHTIR_LENGTHS, _TABLES, _INTEGERS   who says how many rows batch entries have, by te_defs.lengths: 0 the tensors, 1 key_lengths,
  *                              2 cu_seqlens; and the names of these tensors and of the integers behind them, each as a text with a comma
  *   FLASHTIR_CALL              names of all arguments, for messages
- *   FLASHTIR_MANIFEST          JSON text
  *
  * C and not C++: the artefact then needs no C++ runtime, and of TVM only a few functions of its stable C ABI. It is compiled with
  * -fexceptions, since TVM's pools of memory throw through it.
@@ -44,6 +46,12 @@
 #include <tvm/ffi/extra/c_env_api.h>
 
 #include "artefact_config.h"
+#define SYMBOL_OF(function, end) __tvm_ffi_##function##end
+#define SYMBOL(function, end) SYMBOL_OF(function, end)
+/* Head of an exported function: FLASHTIR_FUNCTION with something behind it, or nothing. */
+#define EXPORTED(end) \
+  TVM_FFI_DLL_EXPORT int SYMBOL(FLASHTIR_FUNCTION, end)(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result)
+
 #include "tensors.h"
 #include "extras.h"
 enum { TABLES = FLASHTIR_LENGTHS == PACKED ? 2 : FLASHTIR_LENGTHS == KEYS ? 1 : 0 };

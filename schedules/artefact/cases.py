@@ -16,11 +16,15 @@ the largest errors of these three. They are the gradients for `out` in the workl
 Where it makes gradients of tensors behind the scale, too, such as a bias, there are `<case>.dbias` (float64), and in the index
 `operand_tolerances`, {"dbias": largest error}, in the order of the call.
 
+An artefact of several workloads has one such file for all, in which names of arrays, `index` too, have the workload's name and a slash in
+front: `fwd_d64_dv64_bf16_causal/ragged.q`.
+
 A kernel passes a case when |out - answer| <= out_tolerance and |lse - answer| <= lse_tolerance * max(|answer|, 1) everywhere, and rows
 whose answer is lse = -inf have exactly that and out = 0.
 """
 import itertools
 import json
+import zipfile
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -150,3 +154,13 @@ def write_cases(path, workload, cases):
             arrays[f"{case.name}.{name}"] = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
     with open(path, "wb") as file:
         np.savez_compressed(file, **arrays)
+
+
+def join_cases(path, files):
+    """Write one file of the cases of several workloads to `path`, from {name of the workload: path of its own file}."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as whole:
+        for name, own in files.items():
+            with zipfile.ZipFile(own) as part:
+                for member in part.namelist():
+                    # A ZipInfo of its own has no time of day: equal cases make equal files.
+                    whole.writestr(zipfile.ZipInfo(f"{name}/{member}"), part.read(member), zipfile.ZIP_DEFLATED)

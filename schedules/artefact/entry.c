@@ -1,4 +1,4 @@
-/* The way into an artefact: flash_attention_forward and its manifest. Compiled into each artefact with what call.h says. */
+/* The way into an artefact: flash_attention_forward. Compiled into each artefact with what call.h says, once for each of its workloads. */
 #include "call.h"
 
 /* Number of further arguments of a kernel whose tiles the heads of a group share, and these: heads and queries of a tile, and tiles that a
@@ -26,32 +26,27 @@ static int forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *
 }
 
 /* flash_attention_forward(q, k, v, out, lse, scale, the extras) -> None */
-TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+EXPORTED() {
   return forward(self, args, count, result, NULL);
 }
 
 /* flash_attention_forward_variant(number, then as above) -> None: by the variant of this number in the manifest, from 0 on, so that each can
  * be checked on calls which the choice would give to another. */
-TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward_variant(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+EXPORTED(_variant) {
   const Variant *variant = variant_of_number(args, count);
   return variant == NULL ? -1 : forward(self, args + 1, count - 1, result, variant);
 }
 
 #if FLASHTIR_BUCKET_COUNT
 /* flash_attention_forward_bucket(q_len, kv_len) -> number of a bucket in the manifest, from 0 on. */
-TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_forward_bucket(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+EXPORTED(_bucket) {
   (void)self;
   return tell_bucket(args, count, result);
 }
 #endif
 
-/* flash_attention_manifest() -> JSON text */
-TVM_FFI_DLL_EXPORT int __tvm_ffi_flash_attention_manifest(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
-  (void)self, (void)args, (void)count;
-  TVMFFIByteArray text = {FLASHTIR_MANIFEST, sizeof FLASHTIR_MANIFEST - 1};
-  return TVMFFIStringFromByteArray(&text, result);
-}
-
+#if FLASHTIR_ALONE
 /* Code that calls the module's main function, as TVM lets it, gets the checked one; the generated one is weak and yields. */
 TVM_FFI_DLL_EXPORT int __tvm_ffi_main(void *, const TVMFFIAny *, int32_t, TVMFFIAny *)
     __attribute__((alias("__tvm_ffi_flash_attention_forward")));
+#endif

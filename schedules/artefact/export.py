@@ -11,14 +11,15 @@ import tvm_ffi
 from schedules.arch import cuda_arch
 from schedules.artefact.cases import write_cases
 from schedules.artefact.manifest import backward_arguments, call_arguments, optional_arguments, to_json
+from schedules.artefact.names import ALONE, MANIFEST
 from schedules.artefact.variant import tuned_of
 from schedules.backward import ApartPlans, function_names, operand_function_names
 from schedules.build import kernel_names, signs
 from schedules.lowering.toolkit import run_c_compiler
 from te_defs.lengths import LENGTHS
 
-#: The ways into an artefact.
-FORWARD, BACKWARD = (Path(__file__).with_name(name) for name in ("entry.c", "backward.c"))
+#: The ways into an artefact, and what it says about itself.
+FORWARD_SOURCE, BACKWARD_SOURCE, MANIFEST_SOURCE = (Path(__file__).with_name(name) for name in ("entry.c", "backward.c", "manifest.c"))
 
 _DTYPE_CODES = {"int": 0, "float": 2, "bfloat": 4}
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
@@ -42,19 +43,32 @@ def export_artefact(variants, workload, path, manifest, cases, gradients=()):
     Raises ExportError where a module holds source instead of device code or lacks a function, where the variants are for different kinds of
     devices, or where the files cannot be written, ToolkitError where the C compiler fails.
     """
+    check_variants(variants, workload, gradients)
+
+    def link(library, objects):
+        entries = [*compile_entries(workload, variants, gradients, objects), compile_manifest(manifest, objects)]
+        write_library(library, [variant.module for variant in (*variants, *gradients)], entries, objects)
+    return write_files(path, manifest, link, lambda checks: write_cases(checks, workload, cases))
+
+
+def write_files(path, manifest, link, write_checks):
+    """Write an artefact and its cases as `export_artefact` says, and return both paths.
+
+    link          function (path of a .so, folder for its object files) that writes the artefact with this manifest
+    write_checks  function of a path that writes the cases
+    """
     path = Path(path)
     if path.is_dir():
         raise ExportError(f"an artefact is a file, found the folder {path}: name a file in it")
-    check_variants(variants, workload, gradients)
     checks_path = path.with_suffix(".check.npz")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (tempfile.TemporaryDirectory() as objects, tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as scratch):
             library, checks = Path(scratch, "artefact.so"), Path(scratch, "check.npz")
-            _link_all(library, workload, variants, gradients, manifest, Path(objects))
+            link(library, Path(objects))
             if read_manifest(library) != json.loads(to_json(manifest)):
                 raise ExportError(f"{path.name} does not give back the manifest that went into it: build it again")
-            write_cases(checks, workload, cases)
+            write_checks(checks)
             os.replace(checks, checks_path)
             os.replace(library, path)
     except OSError as error:
@@ -63,26 +77,18 @@ def export_artefact(variants, workload, path, manifest, cases, gradients=()):
     return path, checks_path
 
 
-def _link_all(library, workload, variants, gradients, manifest, objects):
-    """Write the .so of an artefact; `objects` is a folder for its parts."""
-    entries = [compile_entry(workload, variants, manifest, objects)]
-    if gradients:
-        entries.append(compile_entry(workload, gradients, manifest, objects, backward=True))
-    _write_library(library, (*variants, *gradients), entries, objects)
-
-
 def export_gradients(gradients, workload, path):
     """Write a library with nothing but flash_attention_backward to `path`, which is what the tuner measures; the rest as in
     `export_artefact`."""
     check_variants((), workload, gradients)
     with tempfile.TemporaryDirectory() as scratch:
-        entry = compile_entry(workload, gradients, {}, Path(scratch), backward=True)
-        _write_library(path, gradients, [entry], scratch)
+        entry = compile_entry(workload, gradients, Path(scratch), backward=True)
+        write_library(path, [variant.module for variant in gradients], [entry], scratch)
 
 
-def _write_library(path, variants, entries, scratch):
-    """Link the modules of variants and the object files of entries together."""
-    _joined(variants).export_library(str(path), addons=list(map(str, entries)), fcompile=_link, workspace_dir=str(scratch))
+def write_library(path, modules, objects, scratch):
+    """Link modules, with what they import, and object files together."""
+    _joined(modules).export_library(str(path), addons=list(map(str, objects)), fcompile=_link, workspace_dir=str(scratch))
 
 
 def functions_of(variant, workload, place, backward):
@@ -96,16 +102,16 @@ def functions_of(variant, workload, place, backward):
     return kernel, negative if True in signs(workload) else kernel
 
 
-def check_variants(variants, workload, gradients=()):
+def check_variants(variants, workload, gradients=(), share=ALONE):
     """ExportError where a variant cannot be shipped, or not together with the others."""
-    all_places = [*((place, variant, False) for place, variant in enumerate(variants, 1)),
-                  *((place, variant, True) for place, variant in enumerate(gradients, 1))]
+    all_places = [*((place, variant, False) for place, variant in enumerate(variants, share.first_place)),
+                  *((place, variant, True) for place, variant in enumerate(gradients, share.first_place))]
     for place, variant, backward in all_places:
         for name in filter(None, functions_of(variant, workload, place, backward)):
             if not variant.module.implements_function(name, query_imports=True):
                 raise ExportError(f"a module with a function {name} is needed, found none: build it with "
                                   f"{'schedules.backward.build' if backward else 'schedules.build.build_plan'}")
-        for part in _imports(variant.module):
+        for part in imports(variant.module):
             # Without its CUDA runtime TVM puts a placeholder here that carries CUDA C++ and runs nowhere.
             if not part.is_runnable():
                 raise ExportError(f"the module carries {part.kind} source and no device code: call toolkit.preload before it is built")
@@ -120,16 +126,16 @@ def check_variants(variants, workload, gradients=()):
                               f"{gradients[0].operands.names}: build them alike")
 
 
-def _imports(module):
+def imports(module):
     """What a module imports, and what these do."""
-    return [found for part in module.imports for found in (part, *_imports(part))]
+    return [found for part in module.imports for found in (part, *imports(part))]
 
 
-def _joined(variants):
-    """A module that imports those of all variants: their host code is linked together, and device code is looked up in all of them."""
+def _joined(modules):
+    """A module that imports all of these: their host code is linked together, and device code is looked up in all of them."""
     root = tvm.tirx.build(tvm.IRModule(), target="llvm")
-    for variant in variants:
-        root.import_module(variant.module)
+    for module in modules:
+        root.import_module(module)
     return root
 
 
@@ -140,11 +146,29 @@ def _link(library, objects, **_):
 _link.object_format = "o"
 
 
-def compile_entry(workload, variants, manifest, folder, backward=False):
-    """Path of the object file with the checked entry for this workload and these variants, compiled in `folder`; with `backward`, that for
-    gradients."""
-    source = BACKWARD if backward else FORWARD
-    (folder / "artefact_config.h").write_text(_config(workload, variants, manifest, backward))
+def compile_entries(workload, variants, gradients, folder, share=ALONE):
+    """Paths of the object files with the entries of a workload, compiled in `folder`: that of the forward pass and, where there are some,
+    that of gradients."""
+    entries = [compile_entry(workload, variants, folder, share)]
+    return entries + ([compile_entry(workload, gradients, folder, share, backward=True)] if gradients else [])
+
+
+def compile_entry(workload, variants, folder, share=ALONE, backward=False):
+    """Path of the object file with the checked entry for this workload, with its Share of the artefact, and these variants, compiled in
+    `folder`; with `backward`, that for gradients."""
+    (folder / "artefact_config.h").write_text(_header(_config(workload, variants, backward, share)))
+    return _compile(BACKWARD_SOURCE if backward else FORWARD_SOURCE, folder)
+
+
+def compile_manifest(manifest, folder, alone=True):
+    """Path of the object file with flash_attention_manifest, compiled in `folder`; `alone` where the artefact holds one workload."""
+    # ASCII JSON has no escapes but \\ and \", which C reads alike.
+    (folder / "manifest_config.h").write_text(_header({"MANIFEST": json.dumps(to_json(manifest)), "ALONE": int(alone)}))
+    return _compile(MANIFEST_SOURCE, folder)
+
+
+def _compile(source, folder):
+    """Path of the object file of a source, compiled in the folder of its generated header."""
     objects = folder / f"{source.stem}.o"
     includes = [f"-I{include}" for include in (folder, tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
     run_c_compiler(["-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-fexceptions", *includes, "-c", str(source), "-o",
@@ -152,13 +176,20 @@ def compile_entry(workload, variants, manifest, folder, backward=False):
     return objects
 
 
-def _config(workload, variants, manifest, backward):
-    """The header artefact_config.h; call.h says what each constant is."""
+def _header(constants):
+    """Text of a generated header."""
+    return "".join(f"#define FLASHTIR_{name} {value}\n" for name, value in constants.items())
+
+
+def _config(workload, variants, backward, share):
+    """The constants of artefact_config.h; call.h says what each is."""
     symbols = [[f"__tvm_ffi_{name}" if name else "NULL" for name in functions_of(variant, workload, place, backward)]
-               for place, variant in enumerate(variants, 1)]
+               for place, variant in enumerate(variants, share.first_place)]
     lengths, names, operands = LENGTHS[workload.lengths], [it.name for it in workload.arguments], variants[0].operands.names
-    constants = {
+    return {
         "BACKWARD": int(backward),
+        "FUNCTION": share.backward if backward else share.forward,
+        "ALONE": int(share == ALONE),
         "FUNCTIONS(X)": " ".join(f"X({name})" for found in symbols for name in dict.fromkeys(found) if name != "NULL"),
         "VARIANTS(X)": " ".join(f"X({_entry_of(variant, names)})" for variant, names in zip(variants, symbols)),
         "BUCKET_COUNT": len(tuned_of(variants)),
@@ -176,10 +207,7 @@ def _config(workload, variants, manifest, backward):
         "TABLES": "".join(f"{json.dumps(name)}, " for name in lengths.tensors),
         "INTEGERS": "".join(f"{json.dumps(name)}, " for name in (lengths.backward_integers if backward else lengths.integers)),
         "CALL": json.dumps(", ".join((backward_arguments if backward else call_arguments)(workload))),
-        # ASCII JSON has no escapes but \\ and \", which C reads alike.
-        "MANIFEST": json.dumps(to_json(manifest)),
     }
-    return "".join(f"#define FLASHTIR_{name} {value}\n" for name, value in constants.items())
 
 
 def _code_and_bits(dtype):
@@ -213,4 +241,4 @@ def _entry_of(variant, symbols):
 
 def read_manifest(path):
     """Manifest of an artefact, as plain data. A CUDA artefact can only be read where TVM's CUDA runtime is loaded."""
-    return json.loads(str(tvm_ffi.load_module(str(path), keep_module_alive=False).get_function("flash_attention_manifest")()))
+    return json.loads(str(tvm_ffi.load_module(str(path), keep_module_alive=False).get_function(MANIFEST)()))

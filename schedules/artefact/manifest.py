@@ -5,12 +5,15 @@ from dataclasses import asdict
 import tvm
 import tvm_ffi
 
+from schedules.artefact.names import ALONE
 from schedules.artefact.variant import tuned_of
 from te_defs.lengths import LENGTHS
 from te_defs.workload import samples_of
 
 #: Raised when a field changes its meaning or goes away; new fields may come at any time.
 SCHEMA = 3
+#: Of a list of several workloads, whose entries have SCHEMA.
+SCHEMA_OF_SEVERAL = 4
 
 
 #: Axes of the tensors, named as in the declaration; T and S are the queries and keys of all packed sequences.
@@ -37,34 +40,41 @@ def backward_arguments(workload):
             *lengths.tensors, *lengths.backward_integers)
 
 
-def describe(workload, variants, toolkit=None, gradients=()):
+def describe(workload, variants, toolkit=None, gradients=(), share=ALONE):
     """The manifest of an artefact, as plain data. Every value comes from the caller, so that equal builds say equal things.
 
     workload   te_defs.workload.Workload
     variants   Variants that the artefact chooses among, best first
     toolkit    Toolkit that compiled them; None for CPU kernels
     gradients  Variants of the backward pass, likewise; none: the artefact has none
+    share      the workload's Share of the artefact; of one of several it says what its functions are called
     """
     return {
         "schema": SCHEMA,
-        "signature": f"flash_attention_forward({', '.join(call_arguments(workload))})",
+        **({} if share == ALONE else {"functions": {"forward": share.forward, "backward": share.backward if gradients else None}}),
+        "signature": f"{share.forward}({', '.join(call_arguments(workload))})",
         "workload": {"name": workload.name, **asdict(workload)},
         "arguments": _describe_arguments(workload),
         "layout": LAYOUT["packed" if workload.lengths == "packed" else "batch"],
         "workspace_bytes": 0,
         "variants": [_describe_variant(variant) for variant in variants],
         **_describe_buckets(variants),
-        "backward": _describe_backward(workload, gradients) if gradients else None,
+        "backward": _describe_backward(workload, gradients, share) if gradients else None,
         "versions": {"tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__, "nvcc": toolkit and ".".join(map(str, toolkit.version))},
     }
 
 
-def _describe_backward(workload, gradients):
+def describe_several(manifests):
+    """The manifest of an artefact of several workloads, from those of each."""
+    return {"schema": SCHEMA_OF_SEVERAL, "workloads": {manifest["workload"]["name"]: manifest for manifest in manifests}}
+
+
+def _describe_backward(workload, gradients, share):
     """What an artefact says of its gradients; what a variant allocates for a call is given by the sizes of q, and beside that, for each
     gradient of a tensor behind the scale, the most that there may be."""
     optional = ", ".join(f"{name}=None" for name in optional_arguments(gradients[0].operands.names))
     return {
-        "signature": f"flash_attention_backward({', '.join(backward_arguments(workload))}, {optional})",
+        "signature": f"{share.backward}({', '.join(backward_arguments(workload))}, {optional})",
         "operands": gradients[0].operands.names,
         "variants": [{**_describe_variant(variant), "order": "any" if variant.sum_rows and not variant.turns else "fixed",
                       "workspace_bytes": _workspace(workload, variant.sum_rows, variant.turns),

@@ -2,11 +2,13 @@
  * artefact_config.h are. Every check returns 0, or -1 where it has set an error. */
 #define SPLIT "split the batch or the heads over several calls"
 
+#define TEXT_OF(token) #token
+#define TEXT(token) TEXT_OF(token)
+#define FUNCTION_NAME TEXT(FLASHTIR_FUNCTION)
+
 #if FLASHTIR_BACKWARD
-#define FUNCTION_NAME "flash_attention_backward"
 enum { DOUT, Q, K, V, OUT, LSE, DQ, DK, DV, TENSORS, FIRST_OUTPUT = DQ };
 #else
-#define FUNCTION_NAME "flash_attention_forward"
 enum { Q, K, V, OUT, LSE, TENSORS, FIRST_OUTPUT = OUT };
 #endif
 enum { MAX_RANK = 4 };
@@ -78,7 +80,7 @@ static const Wanted kWanted[TENSORS] = {
 
 /* Raise an error of this kind; always -1, the ABI's "an error is set". */
 static int __attribute__((format(printf, 2, 3), cold)) fail(const char *kind, const char *format, ...) {
-  char text[512] = FUNCTION_NAME ": ";
+  char text[512 + sizeof FUNCTION_NAME] = FUNCTION_NAME ": ";
   size_t used = strlen(text);
   va_list values;
   va_start(values, format);

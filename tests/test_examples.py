@@ -17,7 +17,7 @@ from scripts.examples import artefact
 from scripts.examples.artefact import ArtefactError, load
 from te_defs.workload import Workload
 from tests.commands import command
-from tests.examples import by_jax, by_pytorch, complaint
+from tests.examples import build_program, by_jax, by_pytorch, complaint
 
 ROOT = Path(__file__).parent.parent
 WORKLOAD = Workload(32, 16, "float32", "causal")
@@ -62,7 +62,7 @@ def told(monkeypatch, tmp_path):
 class TestLoading:
     @pytest.mark.parametrize("change, sentence", [
         (lambda it: it.update(schema=2), "a manifest of schema 3 is wanted, found 2 in .*: export again$"),
-        (lambda it: it["versions"].update(tvm="0.21.0"), r"an artefact for TVM 0\.27\..* is wanted, found .* built by TVM 0\.21\.0: export "),
+        (lambda it: it["versions"].update(tvm="0.21.0"), r"an artefact for TVM 0\.27\..* is wanted, found .* by TVM 0\.21\.0: export "),
         (lambda it: it.update(signature="f(q, k, v, out, lse, scale, left, right)"), "is wanted, found f.*left, right.* in .*: hand its"),
     ], ids=["schema", "version", "signature"])
     def test_a_manifest_that_does_not_match(self, told, change, sentence):
@@ -90,7 +90,7 @@ class TestLoading:
         def missing(*_):
             raise RuntimeError("Cannot find library libtvm_runtime.so; searched directories:\n  here")
         monkeypatch.setattr(artefact.tvm_ffi.libinfo, "load_lib_ctypes", missing)
-        with pytest.raises(ArtefactError, match="TVM's library tvm_runtime is wanted, found that it does not load .*: pip install apache-tvm"):
+        with pytest.raises(ArtefactError, match="TVM's library tvm_runtime is wanted, found that it does not load .*: pip install "):
             load(with_gradients)
 
     @pytest.mark.skipif(driver_version() is not None, reason="there is a driver")
@@ -197,21 +197,13 @@ class TestJax:
         with pytest.raises(ArtefactError, match="gradients are wanted, found none in .*: export it with --backward\n"):
             jax_ffi.jax.grad(lambda q, k, v: plain(q, k, v).sum())(*self.inputs((32, 32, 32)))
         monkeypatch.setattr(jax_ffi.jax, "default_backend", lambda: "gpu")
-        with pytest.raises(ArtefactError, match="an artefact for JAX's gpu is wanted, found .* for cpu: export for that, or install JAX for"):
+        with pytest.raises(ArtefactError, match="an artefact for JAX's gpu is wanted, found .* for cpu: export for that, or "):
             jax_ffi.load_attention(without, "another")
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """Function (arguments) -> the example for C++, built and finished."""
-    pytest.importorskip("cmake", reason="cmake is not installed")
-    if not shutil.which("c++") or not shutil.which("make"):
-        pytest.skip("a C++ compiler and make are not installed")
-    folder, source = tmp_path_factory.mktemp("cpp"), ROOT / "scripts" / "examples" / "cpp"
-    for options in ("-S", source, "-B", folder, f"-DPython_EXECUTABLE={sys.executable}"), ("--build", folder):
-        done = subprocess.run([sys.executable, "-m", "cmake", *options], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return lambda *arguments: subprocess.run([folder / "flash_attention", *arguments], capture_output=True, text=True)
+    return build_program(tmp_path_factory.mktemp("cpp"))
 
 
 class TestCpp:

@@ -12,7 +12,8 @@ def attention(tmp_path_factory):
     """Causal attention of q, k, v [B, N, H, D], computed by an artefact for the CPU."""
     from scripts.examples.pytorch import load_attention
     path = tmp_path_factory.mktemp("training") / "attention.so"
-    command("export", "--target", "cpu", "--plan", "default", "--workload", f"fwd_d{DIM}_dv{DIM}_f32_causal", "--backward", "--output", path, code=0)
+    workload = f"fwd_d{DIM}_dv{DIM}_f32_causal"
+    command("export", "--target", "cpu", "--plan", "default", "--workload", workload, "--backward", "--output", path, code=0)
     return load_attention(path, "training")
 
 

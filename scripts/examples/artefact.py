@@ -63,8 +63,8 @@ def _manifest_of(module, path):
         raise ArtefactError(f"a manifest of schema {SCHEMA} is wanted, found {manifest.get('schema')} in {path}: export again")
     built, here = manifest["versions"]["tvm"], importlib.metadata.version("apache-tvm")
     if built.split(".")[:2] != here.split(".")[:2]:
-        raise ArtefactError(f"an artefact for TVM {here} is wanted, found {path} built by TVM {built}: export again with {here}, or install "
-                            f"apache-tvm=={built}")
+        raise ArtefactError(f"an artefact for TVM {here} is wanted, found {path} by TVM {built}: export again with {here}, or "
+                            f"install apache-tvm=={built}")
     if manifest["signature"] != FORWARD:
         raise ArtefactError(f"an artefact with {FORWARD} is wanted, found {manifest['signature']} in {path}: hand its further arguments "
                             "through, or export a workload without")

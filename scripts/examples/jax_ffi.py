@@ -30,7 +30,8 @@ def load_attention(path, name=None):
     name = name or re.sub(r"\W", "_", manifest["workload"]["name"])
     kind, backend = manifest["variants"][0]["target"]["kind"], jax.default_backend()
     if PLATFORMS[kind] != backend:
-        raise ArtefactError(f"an artefact for JAX's {backend} is wanted, found {path} for {kind}: export for that, or install JAX for {kind}")
+        raise ArtefactError(f"an artefact for JAX's {backend} is wanted, found {path} for {kind}: export for that, or install JAX "
+                            f"for {kind}")
     if name in _NAMES:
         raise ArtefactError(f"a new custom call is wanted, found flashtir_{name} there already: give the one for {path} another name")
     _NAMES.add(name)

@@ -1,5 +1,5 @@
-// Calls an artefact on random float32 tensors, on the CPU or the GPU that it was built for, and prints how far its output is from attention in
-// double: build/cpp/flash_attention build/attention.so
+// Calls an artefact on random float32 tensors, on the CPU or the GPU that it was built for, and prints how far its output is from attention
+// in double: build/cpp/flash_attention build/attention.so
 #include <dlfcn.h>
 #include <tvm/ffi/extra/json.h>
 #include <tvm/ffi/extra/module.h>

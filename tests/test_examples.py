@@ -1,5 +1,4 @@
 """The examples for PyTorch, JAX and C++: right numbers, what torch.compile keeps, one sentence for what is wrong, and nothing of ours."""
-import ctypes
 import importlib
 import importlib.metadata
 import json
@@ -98,7 +97,6 @@ class TestLoading:
         def foreign(path):
             raise RuntimeError("Library binary was created using {cuda} but a loader of that name is not registered.")
         monkeypatch.setattr(artefact.tvm_ffi, "load_module", foreign)
-        monkeypatch.setattr(ctypes, "CDLL", lambda path, mode=0: path)
         monkeypatch.setattr(artefact.tvm_ffi.libinfo, "load_lib_ctypes", self.without_driver)
         with pytest.raises(ArtefactError, match=r"tvm_runtime_cuda is wanted, found .*libcuda.so.1.*: .*for a GPU, install its driver"):
             load(with_gradients)

@@ -18,6 +18,8 @@ from te_defs.workload import Workload
 from tests.commands import command
 from tests.examples import build_program, by_jax, by_pytorch, complaint
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 WORKLOAD = Workload(32, 16, "float32", "causal")
 
@@ -156,6 +158,8 @@ class TestPyTorch:
         for call in attention, pytorch.torch.compile(attention):
             with pytest.raises(TypeError, match="^flash_attention_forward: q has dtype float64, wanted float32$"):
                 call(*inputs(dtype=pytorch.torch.float64))
+        with pytest.raises(ValueError, match="^flash_attention_forward: q has 2 dimensions, wanted 4: "):
+            attention(*(tensor[0, 0] for tensor in inputs()))
         with pytest.raises(ArtefactError, match="found flashtir::fwd_d32_dv16_f32_causal there already: give .* another name$"):
             pytorch.load_attention(without, "fwd_d32_dv16_f32_causal")
         plain = pytorch.load_attention(without, "plain")(*inputs((32, 32, 32), requires_grad=True))
@@ -189,6 +193,8 @@ class TestJax:
     def test_what_is_wrong_is_told_in_a_sentence(self, jax_ffi, attention_of_jax, without, monkeypatch):
         with pytest.raises(jax_ffi.jax.errors.JaxRuntimeError, match="flash_attention_forward: q has dtype float16, wanted float32\n"):
             attention_of_jax(*self.inputs((32, 32, 16), "float16")).block_until_ready()
+        with pytest.raises(jax_ffi.jax.errors.JaxRuntimeError, match="flash_attention_forward: q has 2 dimensions, wanted 4: "):
+            attention_of_jax(*(array[0, 0] for array in self.inputs((32, 32, 16)))).block_until_ready()
         with pytest.raises(ArtefactError, match="found flashtir_fwd_d32_dv16_f32_causal there already: give .* another name$"):
             jax_ffi.load_attention(without, "fwd_d32_dv16_f32_causal")
         plain = jax_ffi.load_attention(without)

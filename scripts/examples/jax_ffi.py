@@ -58,7 +58,7 @@ def _forward_call(target):
     """Function (q, k, v, scale) -> (out, lse)."""
     def call(q, k, v, scale):
         out = jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)
-        lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), "float32")
+        lse = jax.ShapeDtypeStruct((*q.shape[:1], *q.shape[2:3], *q.shape[1:2]), "float32")  # of any rank: the artefact tells
         return jax.ffi.ffi_call(target, (out, lse))(q, k, v, scale=float(scale))
     return call
 

@@ -54,7 +54,8 @@ def _autograd_function(path, forward, backward):
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v, scale):
-            out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+            out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+            lse = q.new_empty((*q.shape[:1], *q.shape[2:3], *q.shape[1:2]), dtype=torch.float32)  # of any rank: the artefact tells
             forward(q, k, v, out, lse, scale)
             ctx.save_for_backward(q, k, v, out, lse)
             ctx.scale = scale

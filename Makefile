@@ -8,7 +8,7 @@ TARGET = auto
 WORKLOAD = auto
 # How long the demo tunes.
 MINUTES = 3
-# Extras of pyproject.toml that .venv gets; bench adds PyTorch to compare with.
+# Extras of pyproject.toml that .venv gets; bench adds PyTorch to compare with, examples what scripts/examples want.
 EXTRAS = test,cuda
 
 comma = ,

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).with_name("golden")
 #: Files that take longest, those that take most first: workers begin with them, so that none is left with one at the end.
 LONGEST = ("test_random", "test_rules", "test_fused_backward", "test_wgmma", "test_wgmma_backward", "test_scripts", "test_simt",
-           "test_tune_cli", "test_suite", "test_mma", "test_fleet", "test_masks", "test_tune_backward", "test_simt_backward", "test_tuning")
+           "test_tune_cli", "test_examples", "test_suite", "test_mma", "test_fleet", "test_masks", "test_tune_backward",
+           "test_simt_backward", "test_tuning")
 
 
 def pytest_addoption(parser):

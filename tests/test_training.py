@@ -1,46 +1,20 @@
-"""Training with PyTorch: an autograd function around an artefact gives the loss curve of PyTorch's own attention."""
+"""Training with PyTorch: the example's attention gives the loss curve of PyTorch's own."""
 import pytest
-import tvm
 
-from schedules.arch import cpu_arch
-from schedules.build import build_plan
-from schedules.artefact.export import export_artefact
-from schedules.artefact.variant import variant_of
-from schedules.families import cpu
-from scripts.kernels import build_gradients
-from te_defs.workload import Workload
+from tests.commands import command
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-HERE = cpu_arch("znver3", 256, 2)
 BATCH, LENGTH, SYMBOLS, HEADS, DIM, STEPS = 8, 24, 8, 2, 32, 40
 
 
 @pytest.fixture(scope="module")
 def attention(tmp_path_factory):
-    """Causal attention of q, k, v [B, N, H, D] as an autograd function, computed by an artefact."""
-    workload = Workload(DIM, DIM, "float32", "causal")
-    plan = cpu.default_plan(workload, HERE)
-    forward = variant_of(build_plan(cpu, workload, plan, HERE), cpu, HERE, plan)
+    """Causal attention of q, k, v [B, N, H, D], computed by an artefact for the CPU."""
+    from scripts.examples.pytorch import load_attention
     path = tmp_path_factory.mktemp("training") / "attention.so"
-    export_artefact([forward], workload, path, {}, (), [kernel.variant for kernel in build_gradients(workload, HERE)])
-    module = tvm.runtime.load_module(str(path))
-
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, q, k, v):
-            out, lse = torch.empty_like(v), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-            module["flash_attention_forward"](q, k, v, out, lse, q.shape[-1] ** -0.5)
-            ctx.save_for_backward(q, k, v, out, lse)
-            return out
-
-        @staticmethod
-        def backward(ctx, dout):
-            inputs = dout.contiguous(), *ctx.saved_tensors
-            gradients = [torch.empty_like(tensor) for tensor in inputs[1:4]]
-            module["flash_attention_backward"](*inputs, *gradients, inputs[1].shape[-1] ** -0.5)
-            return tuple(gradients)
-
-    return Attention.apply
+    workload = f"fwd_d{DIM}_dv{DIM}_f32_causal"
+    command("export", "--target", "cpu", "--plan", "default", "--workload", workload, "--backward", "--output", path, code=0)
+    return load_attention(path, "training")
 
 
 def by_pytorch(q, k, v):
@@ -66,8 +40,7 @@ class Transformer(torch.nn.Module):
     def forward(self, text):
         x = self.symbols(text) + self.places(torch.arange(text.shape[1]))
         for qkv, rest in zip(self.qkv, self.rest):
-            q, k, v = (part.contiguous() for part in qkv(x).view(*text.shape, 3, HEADS, DIM).unbind(2))
-            x = x + self.attend(q, k, v).flatten(2)
+            x = x + self.attend(*qkv(x).view(*text.shape, 3, HEADS, DIM).unbind(2)).flatten(2)
             x = x + rest(x)
         return self.guess(x)
 

@@ -140,22 +140,27 @@ def _link(library, objects, **_):
 _link.object_format = "o"
 
 
-def compile_entry(workload, variants, manifest, folder, backward=False):
+def compile_entry(workload, variants, manifest, folder, backward=False, source=None, options=(), first=1):
     """Path of the object file with the checked entry for this workload and these variants, compiled in `folder`; with `backward`, that for
-    gradients."""
-    source = BACKWARD if backward else FORWARD
-    (folder / "artefact_config.h").write_text(_config(workload, variants, manifest, backward))
+    gradients.
+
+    source   a file of C around the entry; None: the entry alone
+    options  further arguments for its compiler
+    first    place of the first variant among those that are linked together
+    """
+    source = source or (BACKWARD if backward else FORWARD)
+    (folder / "artefact_config.h").write_text(_config(workload, variants, manifest, backward, first))
     objects = folder / f"{source.stem}.o"
     includes = [f"-I{include}" for include in (folder, tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
-    run_c_compiler(["-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-fexceptions", *includes, "-c", str(source), "-o",
-                    str(objects)])
+    run_c_compiler(["-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-fexceptions", *includes, *options, "-c", str(source),
+                    "-o", str(objects)])
     return objects
 
 
-def _config(workload, variants, manifest, backward):
+def _config(workload, variants, manifest, backward, first):
     """The header artefact_config.h; call.h says what each constant is."""
     symbols = [[f"__tvm_ffi_{name}" if name else "NULL" for name in functions_of(variant, workload, place, backward)]
-               for place, variant in enumerate(variants, 1)]
+               for place, variant in enumerate(variants, first)]
     lengths, names, operands = LENGTHS[workload.lengths], [it.name for it in workload.arguments], variants[0].operands.names
     constants = {
         "BACKWARD": int(backward),

@@ -1,0 +1,133 @@
+"""The pass: attention of a graph as calls of kernels of this project."""
+import logging
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from schedules.relax.attention import ATTENTION, Declined, is_attention, read
+from schedules.relax.device import arch_of
+from schedules.relax.modules import Workloads, build
+from schedules.relax.torch_export import HEADS_AND_ROWS
+
+_LOGGER = logging.getLogger("schedules.relax")
+
+
+@tvm.transform.module_pass(opt_level=0, name="FlashAttention")
+class FlashAttention:
+    """Replace R.nn.attention, R.nn.attention_bias and R.nn.attention_var_len by calls of kernels of this project, which are built here and
+    linked into the executable; to be run before LegalizeOps.
+
+    Tensors that a graph has as [B,H,N,D] are taken as they lie, so that transposes around attention go away. What no kernel serves stays,
+    which a warning tells with the reason; key heads that are fewer than query heads are then repeated, since TVM's own attention reads
+    them wrongly. Where the plans are from is told by the logger `schedules.relax` at level INFO.
+
+    logs     folder of tuning logs; None: default plans
+    target   what the graph is compiled for, of kind llvm or cuda; None: the target of the scope around
+    toolkit  for CUDA, Toolkit of schedules.lowering.toolkit; None: nvcc of /usr/local/cuda, else pip's
+    Raises ArchError where the target has no kernels, ToolkitError where CUDA is wanted and there is no nvcc.
+    """
+
+    def __init__(self, logs=None, target=None, toolkit=None):
+        self.logs, self.target, self.toolkit = logs, target, toolkit
+
+    def transform_module(self, mod, _):
+        """The IRModule with calls in place of attention, and the kernels among its external modules."""
+        arch, workloads = arch_of(self.target), Workloads()
+        mod, found = _replaced(mod, arch, workloads)
+        if not found:
+            _LOGGER.warning("no attention was found: it is R.nn.attention before LegalizeOps, or of torch.export by the importer's "
+                            "custom_convert_map=SCALED_DOT_PRODUCT_ATTENTION with run_ep_decomposition=False")
+        modules, sentences = build(workloads, arch, self.logs, self.toolkit)
+        for sentence in sentences:
+            _LOGGER.info(sentence)
+        return mod.with_attr("external_mods", [*((mod.attrs or {}).get("external_mods") or ()), *modules]) if modules else mod
+
+
+def _replaced(mod, arch, workloads):
+    """(IRModule with calls in place of attention, number of calls of attention that there were)."""
+    replacer, found = _Replacer(mod, arch, workloads), 0
+    for name, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            replacer.enter(name.name_hint, function)
+            found += len(replacer.found)
+            replacer.builder_.update_func(name, relax.analysis.remove_all_unused(replacer.visit_expr(function)))
+    return replacer.builder_.get(), found
+
+
+def _is_turn(expr):
+    """Whether an expression exchanges rows and heads."""
+    return (isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == "relax.permute_dims"
+            and expr.attrs.axes is not None and tuple(map(int, expr.attrs.axes)) == HEADS_AND_ROWS)
+
+
+@mutator
+class _Replacer(PyExprMutator):
+    """Replaces attention in functions of a module, one after the other."""
+
+    def __init__(self, mod, arch, workloads):
+        super().__init__(mod)
+        self.arch, self.workloads = arch, workloads
+
+    def enter(self, name, function):
+        """Look at a function before it is visited: its calls of attention, and which results all users exchange rows and heads of."""
+        self.name, self.found, self.turned, users = name, {}, set(), {}
+        bound = relax.analysis.get_var2val(function)
+        for var, value in bound.items():
+            if is_attention(value):
+                self.found[value] = var
+            relax.analysis.post_order_visit(value, lambda it, by=value: users.setdefault(it, []).append(by)
+                                            if isinstance(it, relax.Var) else None)
+        returned = function.body.body
+        for call, var in self.found.items():
+            by = users.get(var, [])
+            if by and all(_is_turn(it) for it in by) and not var.same_as(returned):
+                self.turned.add(var)
+
+    def visit_call_(self, call):
+        if _is_turn(call) and call.args[0] in self.turned:
+            return self.visit_expr(call.args[0])
+        var, call = self.found.get(call), self.visit_expr_post_order(call)
+        if not is_attention(call):
+            return call
+        try:
+            return self.served(read(call, self.arch), var)
+        except Declined as reason:
+            _LOGGER.warning("%s in %s stays TVM's own: %s", call.op.name, self.name, reason)
+            self.turned.discard(var)
+            return self.repeated(call)
+
+    def served(self, attention, var):
+        """Emit the call of a kernel; the expression of its output."""
+        workload, (q, k, v) = attention.workload, attention.tensors
+        batch, queries, heads, _ = q.ty.shape.values
+        out = relax.TensorType((batch, queries, heads, v.ty.shape.values[3]), workload.dtype)
+        lse = relax.TensorType((heads, queries) if workload.lengths == "packed" else (batch, heads, queries), "float32")
+        tensors, layout = [], 0
+        for place, tensor in enumerate((q, k, v)):
+            source = self.before_turn(tensor)
+            tensors.append(tensor if source is None else source)
+            layout |= (source is not None) << place
+        if var in self.turned:
+            out, layout = relax.TensorType([out.shape.values[axis] for axis in HEADS_AND_ROWS], workload.dtype), layout | 1 << 3
+        inputs = [*tensors, relax.prim_value(attention.scale, "float64"), *attention.arguments, relax.prim_value(layout)]
+        call = relax.op.call_dps_packed(self.workloads.name_of(workload), relax.Tuple(inputs), [out, lse])
+        return relax.TupleGetItem(self.builder_.emit(call, "attention"), 0)
+
+    def before_turn(self, tensor):
+        """What a tensor [B,N,H,D] was before rows and heads were exchanged; None where they were not, or where that is out of reach."""
+        value = self.lookup_binding(tensor) if isinstance(tensor, relax.Var) else None
+        if value is None or not _is_turn(value):
+            return None
+        source = value.args[0]
+        in_reach = isinstance(tensor, relax.DataflowVar) or not isinstance(source, relax.DataflowVar)
+        return source if in_reach else None
+
+    def repeated(self, call):
+        """A call of TVM's attention with as many key heads as query heads."""
+        q, k, v, *rest = call.args
+        heads, groups = (x.ty.shape.values[2] for x in (q, k))
+        if ATTENTION[call.op.name] == "packed" or tvm.ir.structural_equal(heads, groups):
+            return call
+        k, v = (self.builder_.emit(relax.op.repeat(x, int(heads) // int(groups), axis=2)) for x in (k, v))
+        return relax.Call(call.op, [q, k, v, *rest], call.attrs)

@@ -10,6 +10,7 @@ from tvm import relax
 from tvm.sym import Analyzer
 
 from schedules import registry
+from schedules.relax.cleanup import operator_of
 from te_defs.workload import Workload, WorkloadError
 
 #: Operators by name, with the lengths of their batch entries.
@@ -39,7 +40,7 @@ class Attention:
 
 def is_attention(expr):
     """Whether an expression is a call of one of ATTENTION."""
-    return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name in ATTENTION
+    return operator_of(expr) in ATTENTION
 
 
 def read(call, arch):
@@ -48,7 +49,6 @@ def read(call, arch):
     q, k, v, *rest = call.args
     sizes = [_shape_of(name, expr) for name, expr in zip("qkv", (q, k, v))]
     head_dim, value_dim = (_channels(name, sizes[place]) for name, place in (("q", 0), ("v", 2)))
-    _check_groups(sizes)
     arguments = _packed(sizes, rest) if lengths == "packed" else tuple(_bias(q, expr) for expr in rest)
     try:
         workload = Workload(head_dim, value_dim, str(q.ty.dtype), _mask(call, sizes, rest), "bias" if rest and lengths == "uniform" else "",
@@ -72,12 +72,6 @@ def _channels(name, sizes):
     if not isinstance(sizes[3], tvm.tirx.IntImm):
         raise Declined(f"the channels of {name} must be a number, found {sizes[3]}: bind it by BindSymbolicVars")
     return int(sizes[3])
-
-
-def _check_groups(sizes):
-    heads, groups = sizes[0][2], sizes[1][2]
-    if isinstance(heads, tvm.tirx.IntImm) and isinstance(groups, tvm.tirx.IntImm) and (int(groups) == 0 or int(heads) % int(groups)):
-        raise Declined(f"query heads must be a multiple of key heads, found {heads} and {groups}: repeat key heads until they are")
 
 
 def _mask(call, sizes, rest):

@@ -4,8 +4,10 @@ import logging
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm_ffi import structural_equal
 
 from schedules.relax.attention import ATTENTION, Declined, is_attention, read
+from schedules.relax.cleanup import axes_of, operator_of
 from schedules.relax.device import arch_of
 from schedules.relax.modules import Workloads, build
 from schedules.relax.torch_export import HEADS_AND_ROWS
@@ -34,31 +36,38 @@ class FlashAttention:
     def transform_module(self, mod, _):
         """The IRModule with calls in place of attention, and the kernels among its external modules."""
         arch, workloads = arch_of(self.target), Workloads()
-        mod, found = _replaced(mod, arch, workloads)
-        if not found:
-            _LOGGER.warning("no attention was found: it is R.nn.attention before LegalizeOps, or of torch.export by the importer's "
-                            "custom_convert_map=SCALED_DOT_PRODUCT_ATTENTION with run_ep_decomposition=False")
+        mod = KernelCalls(arch, workloads)(mod)
         modules, sentences = build(workloads, arch, self.logs, self.toolkit)
         for sentence in sentences:
             _LOGGER.info(sentence)
         return mod.with_attr("external_mods", [*((mod.attrs or {}).get("external_mods") or ()), *modules]) if modules else mod
 
 
-def _replaced(mod, arch, workloads):
-    """(IRModule with calls in place of attention, number of calls of attention that there were)."""
-    replacer, found = _Replacer(mod, arch, workloads), 0
-    for name, function in mod.functions_items():
-        if isinstance(function, relax.Function):
-            replacer.enter(name.name_hint, function)
-            found += len(replacer.found)
-            replacer.builder_.update_func(name, relax.analysis.remove_all_unused(replacer.visit_expr(function)))
-    return replacer.builder_.get(), found
+@tvm.transform.module_pass(opt_level=0, name="KernelCalls")
+class KernelCalls:
+    """The first half of FlashAttention: calls of kernels in place of attention, of kernels for a row of schedules.arch that are yet to be
+    built; `workloads`, a schedules.relax.modules.Workloads, receives of what."""
+
+    def __init__(self, arch, workloads):
+        self.arch, self.workloads = arch, workloads
+
+    def transform_module(self, mod, _):
+        """The IRModule with calls in place of attention."""
+        replacer, found = _Replacer(mod, self.arch, self.workloads), 0
+        for name, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                replacer.enter(name.name_hint, function)
+                found += len(replacer.found)
+                replacer.builder_.update_func(name, relax.analysis.remove_all_unused(replacer.visit_expr(function)))
+        if not found:
+            _LOGGER.warning("no attention was found: it is R.nn.attention before LegalizeOps, or of torch.export by the importer's "
+                            "custom_convert_map=SCALED_DOT_PRODUCT_ATTENTION with run_ep_decomposition=False")
+        return replacer.builder_.get()
 
 
 def _is_turn(expr):
     """Whether an expression exchanges rows and heads."""
-    return (isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == "relax.permute_dims"
-            and expr.attrs.axes is not None and tuple(map(int, expr.attrs.axes)) == HEADS_AND_ROWS)
+    return operator_of(expr) == "relax.permute_dims" and axes_of(expr) == HEADS_AND_ROWS
 
 
 @mutator
@@ -127,7 +136,7 @@ class _Replacer(PyExprMutator):
         """A call of TVM's attention with as many key heads as query heads."""
         q, k, v, *rest = call.args
         heads, groups = (x.ty.shape.values[2] for x in (q, k))
-        if ATTENTION[call.op.name] == "packed" or tvm.ir.structural_equal(heads, groups):
+        if ATTENTION[call.op.name] == "packed" or not isinstance(heads, tvm.tirx.IntImm) or structural_equal(heads, groups):
             return call
         k, v = (self.builder_.emit(relax.op.repeat(x, int(heads) // int(groups), axis=2)) for x in (k, v))
         return relax.Call(call.op, [q, k, v, *rest], call.attrs)

@@ -1,4 +1,4 @@
-"""The runtime modules of a graph's attention: of each workload its kernels, and the call that checks its arguments and chooses among them."""
+"""The runtime modules of a graph's attention: of each workload its kernels, and the call that checks arguments and chooses among them."""
 import re
 import tempfile
 from pathlib import Path

@@ -27,7 +27,7 @@ def _converted(node, importer):
     if any(len(tensor.ty.shape.values) != 4 for tensor in (q, k, v)):
         raise UnsupportedAttention(f"{node} must have q, k and v of four axes, found {q.ty}: unsqueeze them before the call")
     if options["dropout_p"]:
-        raise UnsupportedAttention(f"{node} must be without dropout, found dropout_p={options['dropout_p']}: export the module after eval()")
+        raise UnsupportedAttention(f"{node} must be without dropout, found dropout_p={options['dropout_p']}: export it after eval()")
     emit, mask = importer.block_builder.emit, options["attn_mask"]
     turned = (emit(relax.op.permute_dims(tensor, HEADS_AND_ROWS)) for tensor in (q, k, v))
     bias = None if mask is None else _bias(emit, mask, q.ty.dtype)

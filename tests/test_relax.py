@@ -1,5 +1,6 @@
 """Attention in Relax graphs: what is replaced, by which kernel, with which numbers; what stays and why; graphs in one executable."""
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,14 +9,17 @@ from tvm import relax
 from tvm.s_tir import Schedule
 from tvm.s_tir import meta_schedule as ms
 
-from schedules.arch import ArchError, cpu_arch
+from schedules.arch import ArchError, cpu_arch, cuda_arch
+from schedules.lowering.cuda_compile import cuda_compiler
 from schedules.relax import FlashAttention, cleanup, front_end
-from schedules.relax.device import arch_of
+from schedules.relax.device import arch_of, plans_for
 from schedules.relax.flash_attention import KernelCalls
 from schedules.relax.modules import Workloads
+from schedules.tuning.log import LogError
 from te_defs import reference
 from te_defs.workload import Workload
 
+ROOT = Path(__file__).parent.parent
 B, N, M, H, G, D, DV = 2, 37, 61, 4, 2, 16, 24
 TARGET = tvm.target.Target({"kind": "llvm", "opt-level": 0, "mcpu": tvm.target.codegen.llvm_get_system_cpu()})
 HERE = cpu_arch("x86-64-v4", 512, 2)
@@ -63,7 +67,7 @@ def packed(emit, q, k, v, begins, most):
 
 @pytest.fixture(scope="module")
 def machine():
-    """A virtual machine with functions for five workloads, compiled together."""
+    """A machine with functions for five workloads, compiled together."""
     builder, n = relax.BlockBuilder(), tvm.tirx.Var("n", "int64")
     graph(qkv(), attention, "full", builder)
     graph([variable(name, (B, heads, rows, D)) for name, heads, rows in (("q", H, N), ("k", G, M), ("v", G, M))], turned, "turned", builder)
@@ -73,7 +77,17 @@ def machine():
     mod = FlashAttention(None, TARGET)(mod)
     text = mod.script()
     assert "R.nn.attention" not in text and "permute_dims" not in text
-    return relax.VirtualMachine(tvm.compile(mod, TARGET), tvm.cpu())
+    return Compiled(tvm.compile(mod, TARGET))
+
+
+class Compiled:
+    """An executable and its virtual machine on the CPU."""
+
+    def __init__(self, executable):
+        self.executable, self.machine = executable, relax.VirtualMachine(executable, tvm.cpu())
+
+    def __getitem__(self, name):
+        return self.machine[name]
 
 
 def call(machine, name, arrays):
@@ -116,6 +130,57 @@ def test_packed_sequences(machine):
         call(machine, "packed", [*inputs, begins, np.array(40, np.int32)])
 
 
+def test_what_a_kernel_is_given_is_checked(machine):
+    """As an artefact's calls are, whatever a graph hands over; and nothing is written before."""
+    function = machine.executable["flash_attention_fwd_d16_dv24_f32_full"]
+    q, k, v = randoms(qkv())
+    out, lse = np.full((B, N, H, DV), np.nan, np.float32), np.zeros((B, H, N), np.float32)
+
+    def refused(q, k, v, *rest):
+        with pytest.raises((TypeError, ValueError)) as error:
+            function(*map(tvm.runtime.tensor, (q, k, v)), *rest, *(given := [tvm.runtime.tensor(x) for x in (out, lse)]))
+        assert np.isnan(given[0].numpy()).all()
+        return str(error.value)
+    assert "k has dtype float64, wanted float32" in refused(q, k.astype("float64"), v, 1.0, 0)
+    assert "q has 4 heads and k has 3, wanted a multiple" in refused(q, np.repeat(k, 2, 2)[:, :, :3], np.repeat(v, 2, 2)[:, :, :3], 1.0, 0)
+    assert "scale is nan" in refused(q, k, v, float("nan"), 0)
+    assert "q.shape[3] is 37, wanted 16" in refused(q.transpose(0, 2, 3, 1), k, v, 1.0, 0)
+    assert "a graph's call has 6 arguments, wanted 7" in refused(q, k, v, 1.0)
+
+
+def test_functions_of_other_libraries_stay():
+    mod = graph(qkv(), attention)
+    mod["main"] = mod["main"].with_attr("Codegen", "other")
+    assert "R.nn.attention" in KernelCalls(HERE, Workloads())(mod).script()
+
+
+def test_names_of_functions_are_their_own():
+    workloads, causal = Workloads(), Workload(16, 16, "float32", "causal")
+    names = [workloads.name_of(it) for it in (causal, Workload(16, 16, "float32", "causal", "bias"), causal)]
+    assert names == ["flash_attention_fwd_d16_dv16_f32_causal", "flash_attention_fwd_d16_dv16_f32_causal_bias", names[0]]
+    workloads.names[causal] = "flash_attention_fwd_d16_dv16_f32_full"
+    assert workloads.name_of(Workload(16, 16, "float32", "full")) == "flash_attention_fwd_d16_dv16_f32_full_"
+
+
+def test_a_result_that_is_returned_as_well_stays_as_it_is():
+    """Only where all that use it exchange rows and heads does a kernel write it heads first."""
+    def body(emit, q, k, v):
+        out = emit(relax.op.nn.attention(q, k, v))
+        return relax.Tuple([out, emit(relax.op.permute_dims(out, TURN))])
+    assert "R.permute_dims" in KernelCalls(HERE, Workloads())(graph(qkv(), body)).script()
+
+
+@pytest.mark.gpu
+def test_heads_first_on_a_gpu(gpu_arch, toolkit):
+    variables = [variable("x", (B, heads, rows, 64), "float16") for heads, rows in ((H, N), (G, M), (G, M))]
+    target = tvm.target.Target({"kind": "cuda", "arch": gpu_arch.name.rstrip("a")}, host="llvm")
+    with cuda_compiler(toolkit, (gpu_arch.name,)):
+        executable = tvm.compile(FlashAttention(None, target, toolkit)(graph(variables, turned)), target)
+    inputs = randoms(variables)
+    out = relax.VirtualMachine(executable, tvm.cuda())["main"](*(tvm.runtime.tensor(x, tvm.cuda()) for x in inputs)).numpy()
+    check(-out.swapaxes(1, 2), Workload(64, 64, "float16", "causal"), [x.swapaxes(1, 2) for x in inputs], -0.7)
+
+
 REASONS = {
     "head_dim must be a multiple of 8 from 8 to 256, found 12": (qkv(d=12), {}),
     "dtype must be one of float16, bfloat16, float32, found 'float64'": (qkv(dtype="float64"), {}),
@@ -140,7 +205,7 @@ def test_what_stays_has_its_key_heads_repeated():
     """TVM's own attention would read them wrongly."""
     inputs = randoms(variables := qkv(d=12, dv=16))
     mod = FlashAttention(None, TARGET)(graph(variables, attention))
-    out = call(relax.VirtualMachine(tvm.compile(mod, TARGET), tvm.cpu()), "main", inputs)
+    out = call(Compiled(tvm.compile(mod, TARGET)), "main", inputs)
     k, v = (np.repeat(x.astype(np.float64), H // G, axis=2) for x in inputs[1:])
     s = np.einsum("bihc,bjhc->bhij", inputs[0].astype(np.float64), k) * 12**-0.5
     p = np.exp(s - s.max(-1, keepdims=True))
@@ -157,6 +222,20 @@ def test_where_the_plan_is_from_is_said(caplog):
     with caplog.at_level(logging.INFO):
         FlashAttention(None, TARGET)(graph(qkv(), attention))
     assert "the plan of fwd_d16_dv24_f32_full is the default one of cpu" in caplog.text and "since no logs were named" in caplog.text
+
+
+def test_logs_must_be_there(tmp_path):
+    with pytest.raises(LogError, match="a folder of tuning logs was wanted, found none at .*nowhere: name one, or None for default plans"):
+        plans_for(Workload(D, D, "float32", "full"), HERE, tmp_path / "nowhere")
+
+
+def test_plan_of_the_log():
+    """A GPU's graph gets the plans that were tuned on the nearest one."""
+    workload = Workload(128, 128, "float16", "causal")
+    plans, told = plans_for(workload, cuda_arch("sm_90a"), ROOT / "tuning_logs")
+    assert told.startswith("the plan of fwd_d128_dv128_f16_causal was measured on nvidia-h200, 20") and plans[0].measured["seconds"] > 0
+    _, told = plans_for(workload, cuda_arch("sm_80"), ROOT / "tuning_logs")
+    assert told.startswith("the plan of fwd_d128_dv128_f16_causal is the default one of mma") and "no device like sm_80 lends one" in told
 
 
 def test_targets():

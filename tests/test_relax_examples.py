@@ -25,6 +25,13 @@ def test_block_runs_with_the_runtime_alone(tmp_path, capfd):
     assert json.loads((tmp_path / "block.json").read_text())["executables"] == ["stock", "theirs", "ours"]
 
 
+@pytest.mark.gpu
+def test_block_on_a_gpu(tmp_path, capfd, gpu_arch):
+    command("examples.relax_block", "--target", gpu_arch.name, "--length", 256, "--heads", 4, "--head-dim", 64, "--output", tmp_path,
+            "--rounds", 1, code=cli.DONE)
+    assert "ours         largest error" in capfd.readouterr().out
+
+
 def test_reference_of_the_block_sees_a_wrong_answer():
     """What relax_run allows is far below what a block without its positions, or its mask, is off by."""
     spec = {"batch": 1, "length": 48, "heads": 2, "dtype": "float32", "weights": relax_block.module_of(1, 48, 2, 16, "float32")[1]}

@@ -1,5 +1,6 @@
 """The row of schedules.arch that kernels beside a graph are lowered for, and the plans that they get."""
 import re
+from pathlib import Path
 
 import tvm
 from tvm.target import Target, codegen
@@ -7,6 +8,7 @@ from tvm.target import Target, codegen
 from schedules import registry
 from schedules.arch import ArchError, arch_of_capability, cpu_arch
 from schedules.artefact.kernels import Planned
+from schedules.tuning.log import LogError
 from schedules.tuning.nearest import Machine, figures_of, nearest_records
 from schedules.tuning.records import NoRecord
 from schedules.tuning.subjects import ForwardPass
@@ -42,16 +44,19 @@ def plans_for(workload, arch, logs):
     tuned, else the default plan.
 
     logs  folder of tuning logs; None: none
+    Raises LogError where there is no such folder.
     """
     subject, why = ForwardPass(workload), "no logs were named"
     if logs is not None:
+        if not Path(logs).is_dir():
+            raise LogError(f"a folder of tuning logs was wanted, found none at {logs}: name one, or None for default plans")
         try:
-            lent = nearest_records(logs, subject, Machine("", arch))
+            lent = nearest_records(logs, subject, Machine(arch.name, arch))
             plans = [Planned(it.record.family, it.record.plan, figures_of(it.record, it.lender, subject)) for it in lent]
             told = ", ".join(f"{it.family}: {it.plan}" for it in plans)
             return plans, f"the plan of {workload.name} was measured on {lent[0].lender}, {lent[0].date} ({told})"
         except NoRecord as error:
-            why = str(error).replace("no device like ", f"no device like {arch.name}")
+            why = str(error)
     family = registry.takers(workload, arch)[0]
     plan = family.default_plan(workload, arch)
     return [Planned(family.NAME, plan)], f"the plan of {workload.name} is the default one of {family.NAME} ({plan}), since {why}"

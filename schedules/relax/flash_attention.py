@@ -52,10 +52,10 @@ class KernelCalls:
         self.arch, self.workloads = arch, workloads
 
     def transform_module(self, mod, _):
-        """The IRModule with calls in place of attention."""
+        """The IRModule with calls in place of attention, but for functions that were given to a library of others."""
         replacer, found = _Replacer(mod, self.arch, self.workloads), 0
         for name, function in mod.functions_items():
-            if isinstance(function, relax.Function):
+            if isinstance(function, relax.Function) and not _is_taken(function):
                 replacer.enter(name.name_hint, function)
                 found += len(replacer.found)
                 replacer.builder_.update_func(name, relax.analysis.remove_all_unused(replacer.visit_expr(function)))
@@ -63,6 +63,18 @@ class KernelCalls:
             _LOGGER.warning("no attention was found: it is R.nn.attention before LegalizeOps, or of torch.export by the importer's "
                             "custom_convert_map=SCALED_DOT_PRODUCT_ATTENTION with run_ep_decomposition=False")
         return replacer.builder_.get()
+
+
+def _is_taken(function):
+    """Whether a function was given to a library of others."""
+    return function.attrs is not None and any(name in function.attrs.keys() for name in ("Codegen", "Composite"))
+
+
+def _variables(expr):
+    """The variables inside an expression, a variable itself included."""
+    found = []
+    relax.analysis.post_order_visit(expr, lambda it: found.append(it) if isinstance(it, relax.Var) else None)
+    return found
 
 
 def _is_turn(expr):
@@ -80,18 +92,12 @@ class _Replacer(PyExprMutator):
 
     def enter(self, name, function):
         """Look at a function before it is visited: its calls of attention, and which results all users exchange rows and heads of."""
-        self.name, self.found, self.turned, users = name, {}, set(), {}
-        bound = relax.analysis.get_var2val(function)
-        for var, value in bound.items():
-            if is_attention(value):
-                self.found[value] = var
-            relax.analysis.post_order_visit(value, lambda it, by=value: users.setdefault(it, []).append(by)
-                                            if isinstance(it, relax.Var) else None)
-        returned = function.body.body
-        for call, var in self.found.items():
-            by = users.get(var, [])
-            if by and all(_is_turn(it) for it in by) and not var.same_as(returned):
-                self.turned.add(var)
+        bound, users = relax.analysis.get_var2val(function), {}
+        for value in (*bound.values(), function.body.body):
+            for var in _variables(value):
+                users.setdefault(var, []).append(value)
+        self.name, self.found = name, {value: var for var, value in bound.items() if is_attention(value)}
+        self.turned = {var for var in self.found.values() if all(map(_is_turn, users.get(var, [None])))}
 
     def visit_call_(self, call):
         if _is_turn(call) and call.args[0] in self.turned:

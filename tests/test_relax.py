@@ -248,19 +248,19 @@ def test_targets():
         assert arch_of(None).cores == 3
 
 
-def test_beside_records_of_metaschedule():
-    """The kernel and what a database schedules, in one executable."""
+def test_beside_records_of_metaschedule(tmp_path):
+    """The kernel and what a folder of records schedules, in one executable."""
     variables = [*qkv(N, N, H, H, D, D), variable("w", (D, D))]
     mod = graph(variables, lambda emit, q, k, v, w: relax.op.matmul(emit(relax.op.nn.attention(q, k, v)), w))
     mod = relax.transform.LegalizeOps()(FlashAttention(None, TARGET)(mod))
-    database = ms.database.MemoryDatabase()
+    database = ms.database.JSONDatabase(work_dir=str(tmp_path))
     name = next(it for it in mod.get_global_vars() if it.name_hint == "matmul")
     task = tvm.IRModule({"main": mod[name].with_attr("global_symbol", "main")})
     sch = Schedule(task)
     sch.parallel(sch.get_loops("matmul")[0])
     database.commit_tuning_record(ms.database.TuningRecord(sch.trace, database.commit_workload(task), [1.0], TARGET))
-    with TARGET, database:
-        mod = relax.transform.MetaScheduleApplyDatabase()(mod)
+    with TARGET:
+        mod = relax.transform.MetaScheduleApplyDatabase(str(tmp_path))(mod)
     assert "T.parallel" in mod[name.name_hint].script()
     *inputs, w = randoms(variables)
     out = relax.VirtualMachine(tvm.compile(mod, TARGET), tvm.cpu())["main"](*map(tvm.runtime.tensor, [*inputs, w])).numpy()

@@ -25,6 +25,11 @@ def test_block_runs_with_the_runtime_alone(tmp_path, capfd):
     assert json.loads((tmp_path / "block.json").read_text())["executables"] == ["stock", "theirs", "ours"]
 
 
+def test_records_must_be_there(tmp_path):
+    refused = command("examples.relax_block", "--target", "cpu", "--records", tmp_path, code=cli.USAGE).stderr
+    assert "--records must be a folder of MetaSchedule's records, found no database_workload.json in" in refused
+
+
 @pytest.mark.gpu
 def test_block_on_a_gpu(tmp_path, capfd, gpu_arch):
     command("examples.relax_block", "--target", gpu_arch.name, "--length", 256, "--heads", 4, "--head-dim", 64, "--output", tmp_path,

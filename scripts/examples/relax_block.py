@@ -20,6 +20,7 @@ from tvm.target import Target
 
 from schedules.artefact.kernels import compiler
 from schedules.relax import FlashAttention, front_end
+from schedules.relax.cleanup import RemoveNoOps
 from schedules.relax.device import plans_for
 from scripts import cli, options
 from scripts.kernels import build_artefact, cuda_toolkit
@@ -103,12 +104,12 @@ def target_of(arch):
 
 
 def compiled(mod, target, front, records=None):
-    """The Executable of a module: by tvm.compile alone where front is None, else after `front`, a function from module to module.
+    """The Executable of a module, after `front`, a function from module to module.
 
     records  folder of MetaSchedule's records for functions that TVM schedules
     """
     with target:
-        mod = mod if front is None else front(mod)
+        mod = front(mod)
         if records is not None:
             mod = relax.transform.MetaScheduleApplyDatabase(str(records))(mod)
         return tvm.compile(mod, target)
@@ -117,11 +118,12 @@ def compiled(mod, target, front, records=None):
 def build(mod, arch, folder, logs, records, toolkit):
     """Write the executables of EXECUTABLES into a folder."""
     target = target_of(arch)
-    fronts = {"stock": None, "theirs": lambda it: front_end.run(it, None)[0],
+    # Without RemoveNoOps TVM folds the keys of no earlier calls into a constant without elements, which its runtime does not load.
+    fronts = {"stock": RemoveNoOps, "theirs": lambda it: front_end.run(it, None)[0],
               "ours": lambda it: front_end.run(it, FlashAttention(logs, target, toolkit))[0]}
     with compiler(toolkit, arch, (), {}):
         for name in EXECUTABLES:
-            compiled(mod, target, fronts[name], records if fronts[name] else None).export_library(str(folder / f"{name}.so"))
+            compiled(mod, target, fronts[name], records if name != "stock" else None).export_library(str(folder / f"{name}.so"))
 
 
 def make_parser():
@@ -140,6 +142,9 @@ def make_parser():
 
 def run(args):
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if args.records is not None and not (args.records / "database_workload.json").is_file():
+        raise cli.UsageError("--records must be a folder of MetaSchedule's records, found no database_workload.json in "
+                             f"{args.records}: name the work_dir of a tuning")
     device, logs = cli.find_device(args.target), cli.log_folder(args.logs)
     arch, dtype = device.arch, args.dtype or ("float16" if device.kind == "cuda" else "float32")
     cli.echo(command="examples.relax_block", device=device.description, **{**vars(args), "dtype": dtype})

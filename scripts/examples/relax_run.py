@@ -86,9 +86,9 @@ def tolerance_and_answer(tokens, weights, heads, dtype):
     return 2 * np.abs(found - answer[:rows]).max() + np.finfo(dtype).eps * np.abs(answer).max(), answer
 
 
-def machine(path, device):
+def machine(executable, device):
     """The virtual machine of an executable on a device."""
-    module = load(path)["vm_load_executable"]()
+    module = executable["vm_load_executable"]()
     host = () if device == tvm.cpu() else (tvm.cpu().dlpack_device_type(), 0, POOLED)
     module["vm_initialization"](device.dlpack_device_type(), 0, POOLED, *host)
     return module
@@ -125,12 +125,15 @@ def attention_inside(module, call):
 
 def run(folder, rounds):
     """Print a table of all executables, then how the attention inside the block compares with the bare kernel."""
+    if not (folder / "block.json").is_file():
+        raise RunError(f"a folder that relax_block.py wrote is wanted, found no block.json in {folder}: run that first")
     spec = json.loads((folder / "block.json").read_text())
+    loaded = {name: load(folder / f"{name}.so") for name in (*spec["executables"], "attention")}  # first, since it brings in CUDA's runtime
     device = tvm.cuda(0) if spec["device"] == "cuda" else tvm.cpu()
+    machines = {name: machine(loaded[name], device) for name in spec["executables"]}
     tokens, weights = make_inputs(spec)
     allowed, answer = tolerance_and_answer(tokens, weights, spec["heads"], spec["dtype"])
     placed = [tvm.runtime.tensor(array, device) for array in (tokens, *weights.values())]
-    machines = {name: machine(folder / f"{name}.so", device) for name in spec["executables"]}
     calls = {name: functools.partial(module["forward"], *placed) for name, module in machines.items()}
     errors = {name: np.abs(call().numpy()[0] - answer).max() for name, call in calls.items()}
     for name, error in errors.items():
@@ -138,7 +141,7 @@ def run(folder, rounds):
     function, given = attention_inside(machines["ours"], calls["ours"])
     *tensors, scale, _, out, lse = given
     calls["inside"] = functools.partial(function, *given)
-    calls["bare kernel"] = functools.partial(load(folder / "attention.so")["flash_attention_forward"], *tensors, out, lse, scale)
+    calls["bare kernel"] = functools.partial(loaded["attention"]["flash_attention_forward"], *tensors, out, lse, scale)
     taken = timed(calls, device, rounds)
     for name, (middle, least, most) in taken.items():
         print(f"{name:<12}{middle * 1e3:10.3f} ms  ({least * 1e3:.3f} to {most * 1e3:.3f})")

@@ -22,12 +22,13 @@ class FlashAttention:
 
     Tensors that a graph has as [B,H,N,D] are taken as they lie, so that transposes around attention go away. What no kernel serves stays,
     which a warning tells with the reason; key heads that are fewer than query heads are then repeated, since TVM's own attention reads
-    them wrongly. Where the plans are from is told by the logger `schedules.relax` at level INFO.
+    them wrongly. The logger `schedules.relax` tells at level INFO where the plans are from, and warns where `logs` have none.
 
     logs     folder of tuning logs; None: default plans
     target   what the graph is compiled for, of kind llvm or cuda; None: the target of the scope around
     toolkit  for CUDA, Toolkit of schedules.lowering.toolkit; None: nvcc of /usr/local/cuda, else pip's
-    Raises ArchError where the target has no kernels, ToolkitError where CUDA is wanted and there is no nvcc.
+    Raises ArchError where the target has no kernels, LogError where there is no folder of logs, ToolkitError where CUDA is wanted and there
+    is no nvcc.
     """
 
     def __init__(self, logs=None, target=None, toolkit=None):
@@ -38,8 +39,8 @@ class FlashAttention:
         arch, workloads = arch_of(self.target), Workloads()
         mod = KernelCalls(arch, workloads)(mod)
         modules, sentences = build(workloads, arch, self.logs, self.toolkit)
-        for sentence in sentences:
-            _LOGGER.info(sentence)
+        for level, sentence in sentences:
+            _LOGGER.log(level, sentence)
         return mod.with_attr("external_mods", [*((mod.attrs or {}).get("external_mods") or ()), *modules]) if modules else mod
 
 

@@ -1,4 +1,5 @@
 """The runtime modules of a graph's attention: of each workload its kernels, and the call that checks arguments and chooses among them."""
+import logging
 import re
 import tempfile
 from pathlib import Path
@@ -31,8 +32,8 @@ class Workloads:
 
 
 def build(workloads, arch, logs, toolkit=None):
-    """([runtime modules], [sentences]) of some Workloads: kernels and the functions that call them, to be linked into one executable, and
-    where the plans are from.
+    """([runtime modules], [(level of logging, sentence)]) of some Workloads: kernels and the functions that call them, to be linked into
+    one executable, and where the plans are from, a warning where logs were named and have none.
 
     toolkit  Toolkit that compiles for CUDA; None: the first one that is found without an environment
     Raises ToolkitError where CUDA is wanted and there is none, CompileError where it refuses the code, LogError.
@@ -46,7 +47,7 @@ def build(workloads, arch, logs, toolkit=None):
         plans, sentence = plans_for(workload, arch, logs)
         variants = [kernel.variant for kernel in build_kernels(plans, workload, arch, toolkit, place=place)]
         modules += [*(variant.module for variant in variants), _call_of(workload, variants, name, place)]
-        sentences.append(sentence)
+        sentences.append((logging.INFO if logs is None or plans[0].measured else logging.WARNING, sentence))
         place += len(variants)
     return modules, sentences
 

@@ -147,17 +147,20 @@ def run(args):
                              f"{args.records}: name the work_dir of a tuning")
     device, logs = cli.find_device(args.target), cli.log_folder(args.logs)
     arch, dtype = device.arch, args.dtype or ("float16" if device.kind == "cuda" else "float32")
+    workload, described = Workload(args.head_dim, args.head_dim, dtype, "causal"), args.output / "block.json"
+    plans, _ = plans_for(workload, arch, logs)
+    cli.require_room_for("--output", described)
     cli.echo(command="examples.relax_block", device=device.description, **{**vars(args), "dtype": dtype})
     args.output.mkdir(parents=True, exist_ok=True)
+    described.unlink(missing_ok=True)  # written last: relax_run.py takes a folder with it for whole
     mod, weights = module_of(args.batch, args.length, args.heads, args.head_dim, dtype)
     build(mod, arch, args.output, logs, args.records, cuda_toolkit(arch))
-    workload = Workload(args.head_dim, args.head_dim, dtype, "causal")
-    build_artefact(plans_for(workload, arch, logs)[0], workload, arch, args.output / "attention.so")
-    (args.output / "block.json").write_text(json.dumps({"device": device.kind, "batch": args.batch, "length": args.length, "dtype": dtype,
-                                                        "heads": args.heads, "weights": weights, "executables": EXECUTABLES}))
+    build_artefact(plans, workload, arch, args.output / "attention.so")
+    described.write_text(json.dumps({"device": device.kind, "dtype": dtype, "batch": args.batch, "length": args.length,
+                                     "heads": args.heads, "weights": weights, "executables": EXECUTABLES}))
     if args.rounds:
-        return subprocess.run([sys.executable, "-m", "scripts.examples.relax_run", str(args.output), "--rounds", str(args.rounds)],
-                              cwd=cli.ROOT).returncode
+        what = [str(args.output.resolve()), "--rounds", str(args.rounds)]
+        return subprocess.run([sys.executable, "-m", "scripts.examples.relax_run", *what], cwd=cli.ROOT).returncode
     return cli.DONE
 
 

@@ -218,9 +218,13 @@ def test_a_graph_without_attention_says_so(caplog):
     assert "no attention was found" in caplog.text
 
 
-def test_where_the_plan_is_from_is_said(caplog):
+def test_in_a_pipeline_of_ones_own(caplog):
+    """Within the target of tvm.compile; where the plan is from is said."""
+    pipeline = tvm.transform.Sequential([FlashAttention(), relax.get_default_pipeline(TARGET)])
     with caplog.at_level(logging.INFO):
-        FlashAttention(None, TARGET)(graph(qkv(), attention))
+        machine = Compiled(tvm.compile(graph(qkv(), attention), TARGET, relax_pipeline=pipeline))
+    inputs = randoms(qkv())
+    check(call(machine, "main", inputs), Workload(D, DV, "float32", "full"), inputs)
     assert "the plan of fwd_d16_dv24_f32_full is the default one of cpu" in caplog.text and "since no logs were named" in caplog.text
 
 

@@ -3,8 +3,7 @@ import argparse
 
 from schedules import backward, registry
 from schedules.buckets import bucket_named, nearest
-from schedules.tuning.log import data_of
-from schedules.tuning.nearest import Machine, date_of, gains_of, nearest_records, told
+from schedules.tuning.nearest import Machine, figures_of, gains_of, nearest_records, told
 from schedules.tuning.records import ForeignLog, NoRecord, best_records
 from schedules.tuning.subjects import ForwardPass, subject_of
 from scripts import cli
@@ -126,9 +125,7 @@ def _on_record(args, slug, workload, arch, order=None):
 
 
 def _described(record, slug, subject):
-    figures = {"seconds": record.seconds, "shape": data_of(record.shape), "device": slug, "date": date_of(record.run),
-               "record": f"{slug}/{subject.name}"}
-    return record.family, record.plan, figures
+    return record.family, record.plan, figures_of(record, slug, subject)
 
 
 def _first_on_record(args, workload, arch, order=None):

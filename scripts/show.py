@@ -3,6 +3,7 @@
     python -m scripts.show --workload d64_f16_causal --target sm_80
     python -m scripts.show nests --workload d64_f32_full --target sm_80 --family simt --blocks S O_acc_new
     python -m scripts.show nests --workload d64_f32_full --family split_kv
+    python -m scripts.show graph --workload d128_f16_causal --target sm_90a
 
 No GPU is needed, whatever the target.
 """
@@ -15,6 +16,9 @@ from functools import cached_property
 from schedules import build, registry, split_kv
 from schedules.nest import excerpt, loop_nest
 from schedules.plan import Plan, PlanError, paper_tile
+from schedules.relax import front_end
+from schedules.relax.flash_attention import KernelCalls
+from schedules.relax.modules import Workloads
 from scripts import cli, options
 from scripts.kernels import build_kernel
 from te_defs.workload import Workload
@@ -121,15 +125,32 @@ def show_resources(it):
     yield from (warning for compiled in it.kernel.variant.kernels for warning in compiled.warnings)
 
 
+def show_graph(it):
+    """A Transformer block around the workload: what each step of the front end did to its graph, in nodes, and the graph that is left."""
+    from scripts.examples.relax_block import module_of, target_of  # here, since TVM's frontend takes a second to import
+    if it.workload.name != Workload(it.workload.head_dim, it.workload.head_dim, it.workload.dtype, it.workload.mask).name or (
+            it.workload.mask not in ("full", "causal")):
+        raise cli.UsageError(f"graph shows blocks whose attention is full or causal, found {it.workload.name}: name such a workload")
+    mod, _ = module_of(1, 128, 4, it.workload.head_dim, it.workload.dtype, it.workload.mask == "causal")
+    with target_of(it.arch):
+        mod, told = front_end.run(mod, KernelCalls(it.arch, Workloads()))
+    yield f"{'step':<40}{'before':>7}{'after':>7}  passes"
+    for done in told:
+        yield f"{done.step.purpose:<40}{done.before.total():>7}{done.after.total():>7}  {', '.join(done.step.names)}\n{'':<56}{done.change}"
+    yield f"\n{mod['forward'].script()}"
+
+
 #: Schedules that are no family: their nests can be shown, and a test runs them on llvm, but nothing exports them.
 NESTS_ONLY = {"split_kv": split_kv}
-SECTIONS = {"plan": show_plan, "nests": show_nests, "tir": show_tir, "source": show_source, "resources": show_resources}
+SECTIONS = {"plan": show_plan, "nests": show_nests, "tir": show_tir, "source": show_source, "resources": show_resources,
+            "graph": show_graph}
 
 
 def make_parser():
     parser = options.parser("show", __doc__)
     parser.add_argument("sections", nargs="*", metavar="SECTION", default=["plan", "nests"], help="any of " + ", ".join(
         f"{name} ({section.__doc__.splitlines()[0].rstrip('.')})" for name, section in SECTIONS.items()))
+    parser.add_argument("--graph", action="store_true", help="the section graph alone")
     options.add_what(parser)
     options.add_plan(parser)
     parser.set_defaults(plan="default")
@@ -140,6 +161,7 @@ def make_parser():
 
 
 def run(args):
+    args.sections = ["graph"] if args.graph else args.sections
     unknown = [name for name in args.sections if name not in SECTIONS]
     if unknown:
         raise cli.UsageError(f"a section is one of {', '.join(SECTIONS)}, found {', '.join(unknown)}: choose among these")

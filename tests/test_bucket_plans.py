@@ -11,6 +11,7 @@ import tvm
 
 from schedules.arch import cpu_arch, cuda_arch
 from schedules.artefact.export import read_manifest
+from schedules.artefact.kernels import kinds_of_kernels, merged
 from schedules.buckets import Bucket, bucket_named, nearest
 from schedules.families import cpu, wgmma
 from schedules.tuning import records
@@ -18,7 +19,7 @@ from schedules.tuning.log import MEASURED, Log, Outcome, data_of
 from schedules.tuning.nearest import Machine, nearest_records
 from schedules.tuning.subjects import BackwardPass, ForwardPass, subject_named
 from scripts import bench, cli, options
-from scripts.kernels import Gradients, Planned, answer, answer_gradients, build_artefact, default_gradients, kinds_of_kernels, merged
+from scripts.kernels import Gradients, Planned, answer, answer_gradients, build_artefact, default_gradients
 from te_defs import reference
 from te_defs.workload import Shape, Workload, standard_shape
 from tests.commands import command

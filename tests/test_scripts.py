@@ -89,7 +89,7 @@ class TestRefused:
                "/proc/it.so", "/proc/new/it.so", "README.md/it.so")),
         ("export", ["--target", "cpu", "--archs", "sm_80"], "--archs are for a CUDA target, found target "),
         ("bench", ["--target", "cpu", "--rounds", "0"], "--rounds, --tokens, --hidden, --lengths and --milliseconds must be positive"),
-        ("show", ["nest"], "a section is one of plan, nests, tir, source, resources, found nest"),
+        ("show", ["nest"], "a section is one of plan, nests, tir, source, resources, graph, found nest"),
     ])
     def test_what_cannot_be_meant(self, name, arguments, message):
         done = command(name, *arguments, code=2)

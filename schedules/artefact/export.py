@@ -153,11 +153,15 @@ def compile_entries(workload, variants, gradients, folder, share=ALONE):
     return entries + ([compile_entry(workload, gradients, folder, share, backward=True)] if gradients else [])
 
 
-def compile_entry(workload, variants, folder, share=ALONE, backward=False):
+def compile_entry(workload, variants, folder, share=ALONE, backward=False, source=None, options=()):
     """Path of the object file with the checked entry for this workload, with its Share of the artefact, and these variants, compiled in
-    `folder`; with `backward`, that for gradients."""
+    `folder`; with `backward`, that for gradients.
+
+    source   a file of C around the entry; None: the entry alone
+    options  further arguments for its compiler
+    """
     (folder / "artefact_config.h").write_text(_header(_config(workload, variants, backward, share)))
-    return _compile(BACKWARD_SOURCE if backward else FORWARD_SOURCE, folder)
+    return _compile(source or (BACKWARD_SOURCE if backward else FORWARD_SOURCE), folder, options)
 
 
 def compile_manifest(manifest, folder, alone=True):
@@ -167,12 +171,12 @@ def compile_manifest(manifest, folder, alone=True):
     return _compile(MANIFEST_SOURCE, folder)
 
 
-def _compile(source, folder):
+def _compile(source, folder, options=()):
     """Path of the object file of a source, compiled in the folder of its generated header."""
     objects = folder / f"{source.stem}.o"
     includes = [f"-I{include}" for include in (folder, tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())]
-    run_c_compiler(["-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-fexceptions", *includes, "-c", str(source), "-o",
-                    str(objects)])
+    run_c_compiler(["-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-fexceptions", *includes, *options, "-c", str(source),
+                    "-o", str(objects)])
     return objects
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from schedules.arch import CUDA_ARCHS, CpuArch, Gpu, gpu_named
 from schedules.plan import PlanError
 from schedules.registry import NoSchedule
-from schedules.tuning.log import RUN, DamagedLog, Log, LogError, check_run, read_json, shape_of
+from schedules.tuning.log import RUN, DamagedLog, Log, LogError, check_run, data_of, read_json, shape_of
 from schedules.tuning.records import NoRecord, Record, log_at, logs_of, one_a_bucket, record_in
 from te_defs.workload import WorkloadError
 
@@ -121,6 +121,12 @@ def date_of(run):
     """Day of the last session in run.json."""
     dates = [session["date"] for session in run["sessions"] if isinstance(session, dict) and isinstance(session.get("date"), str)]
     return dates[-1][:10] if dates else "at an unknown date"
+
+
+def figures_of(record, slug, subject):
+    """What a manifest says of a Record of a subject: what its plan takes, measured where and when."""
+    return {"seconds": record.seconds, "shape": data_of(record.shape), "device": slug, "date": date_of(record.run),
+            "record": f"{slug}/{subject.name}"}
 
 
 def start_plans(borrowed, parts):

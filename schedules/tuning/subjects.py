@@ -92,6 +92,10 @@ class ForwardPass:
         spaces = spaces_of([self.families()[key[0]]], self.workload, arch)
         return any(space.owns(*key) and space.fits(key[1]) for space in spaces)
 
+    def is_asked(self, shape):
+        """Whether an artefact calls a kernel at all: not where nothing is wanted, and TVM would launch a block that reads what is not there."""
+        return shape.batch * shape.q_len > 0
+
     def case(self, shape, scale, arguments, seed, device, inputs=None):
         """The gate's Case of a shape, on seeded inputs, or on hard ones (q, k, v)."""
         q, k, v = inputs or reference.make_inputs(self.workload, shape, seed)
@@ -167,6 +171,10 @@ class BackwardPass:
     def offers(self, key, arch):
         parts = self.parts((self.families()[key[0]],), arch)
         return all(any(space.owns(*own) and space.fits(own[1]) for space in parts[role]) for role, own in self.split(key).items())
+
+    def is_asked(self, shape):
+        """As of the forward pass. What is measured are the calls of an artefact, which know what to do where nothing is there."""
+        return True
 
     def case(self, shape, scale, arguments, seed, device, inputs=None):
         q, k, v = inputs or reference.make_inputs(self.workload, shape, seed)

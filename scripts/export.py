@@ -21,7 +21,7 @@ from scripts.several import PRESETS_SUITE, orders_of, workloads_of, write_severa
 def make_parser():
     parser = options.parser("export", __doc__)
     options.add_what(parser, several=True)
-    parser.add_argument("--all", choices=(PRESETS_SUITE, *SUITES), default=None,
+    parser.add_argument("--all", choices=tuple(SUITES), default=None,
                         help="in the place of --workload, all workloads of a suite of scripts.tune, with --backward the gradients of those "
                              f"of which the suite has some; {PRESETS_SUITE}: all presets")
     options.add_plan(parser)

@@ -8,15 +8,13 @@ from pathlib import Path
 
 from schedules.artefact.export import ExportError
 from schedules.artefact.several import export_part, export_several, shares_of
-from schedules.tuning.suites import SUITES
+from schedules.tuning.suites import PRESETS_SUITE, SUITES
 from scripts import cli, options
 from scripts.choices import order_of
 from scripts.kernels import contents, cuda_toolkit
 from scripts.suite import require_kind
 from te_defs.workload import PRESETS
 
-#: What --all calls the suite of all presets, for any device.
-PRESETS_SUITE = "presets"
 #: What leaves one workload of several out, and is told of all.
 REASONS = (*cli.USAGE_ERRORS, *cli.FAILURES)
 
@@ -32,7 +30,7 @@ def workloads_of(args, device):
         return workloads, workloads
     if args.workload != ["auto"]:
         raise cli.UsageError(f"--all names the workloads itself, found --workload {' '.join(args.workload)} too: leave one out")
-    if args.all == PRESETS_SUITE:
+    if args.all == PRESETS_SUITE:  # for any device
         return [*PRESETS.values()], [*PRESETS.values()]
     require_kind("--all", args.all, device)
     subjects = [entry.subject for entry in SUITES[args.all].entries]

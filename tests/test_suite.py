@@ -277,13 +277,13 @@ class TestSlices:
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=list(SUITES))
 class TestData:
-    def test_weights_are_per_cent_and_entries_differ(self, suite):
-        assert sum(entry.weight for entry in suite.entries) == 100
+    def test_weights_are_per_cent_or_alike_and_entries_differ(self, suite):
+        assert sum(entry.weight for entry in suite.entries) == 100 or {entry.weight for entry in suite.entries} == {1}
         assert len({entry.title for entry in suite.entries}) == len(suite.entries)
 
-    def test_some_have_few_queries_of_grouped_heads_and_long_keys(self, suite):
+    def test_of_those_with_shapes_some_have_few_queries_of_grouped_heads_and_long_keys(self, suite):
         shapes = [entry.shape for entry in suite.entries if entry.shape]
-        assert any(shape.q_len * 64 <= shape.kv_len and shape.kv_heads < shape.q_heads for shape in shapes)
+        assert not shapes or any(shape.q_len * 64 <= shape.kv_len and shape.kv_heads < shape.q_heads for shape in shapes)
 
     def test_each_is_taken_by_a_family(self, suite):
         arch = cuda_arch("sm_90a") if suite.kind == "cuda" else cpu_arch("x86-64-v3", 256, 2)
@@ -363,7 +363,7 @@ class TestCommand:
         assert "href" not in Path(done.stdout.splitlines()[-1].split(" in ")[-1]).read_text(), "there are no reports to link to"
 
     @pytest.mark.parametrize("arguments, message", [
-        (["--suite", "zz"], "--suite is one of llm, cpu, found 'zz': choose one of these"),
+        (["--suite", "zz"], "--suite is one of llm, cpu, presets, found 'zz': choose one of these"),
         (["--suite", "llm"], "--suite llm is for cuda, found "),
         (["--suite", "cpu", "--workload", "d64_f32_full", "--length", "64"], "found --workload and --length too: leave one out"),
         (["--suite", "cpu", "--backward"], "found --backward too"), (["--suite", "cpu", "--family", "cpu"], "found --family too")])

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from schedules.buckets import bucket_at
 from schedules.tuning.subjects import subject_named
-from te_defs.workload import Shape
+from te_defs.workload import PRESETS, Shape
 
 
 @dataclass(frozen=True)
@@ -11,7 +11,7 @@ class Entry:
     """One subject of a suite.
 
     name    of the subject
-    weight  per cent of the user's time that it stands for
+    weight  part of the user's time that it stands for, against the others'
     shape   te_defs.workload.Shape that is timed; None: the device's usual one
     """
 
@@ -37,6 +37,8 @@ class Suite:
     entries: tuple
 
 
+#: The suite of all presets: what is shipped for a GPU.
+PRESETS_SUITE = "presets"
 # Query heads share key heads, except at the usual shapes. Steps have few queries and long caches of keys; they have no fewer queries than
 # mma's PACKED_ROWS, since the kernel of fewer queries of grouped heads, which packs these into its rows, has no plans to choose from.
 SUITES = {
@@ -59,4 +61,5 @@ SUITES = {
         Entry("fwd_d64_dv64_f32_full", 20),
         Entry("fwd_d64_dv64_f32_causal", 20, Shape(4, 8, 2, 16, 1024)),
         Entry("bwd_d64_dv64_f32_causal", 20))),
+    PRESETS_SUITE: Suite("cuda", tuple(Entry(workload.name, 1) for workload in PRESETS.values())),
 }

@@ -7,6 +7,7 @@ Wants in that folder block.json and the executables that it names, as relax_bloc
 import argparse
 import functools
 import json
+import random
 import statistics
 import sys
 import time
@@ -152,11 +153,12 @@ def run(folder, rounds):
 
 
 def timed(calls, device, rounds):
-    """{name: (median, least, most) seconds} of calls that take turns."""
-    taken = {name: [] for name in calls}
+    """{name: (median, least, most) seconds} of calls that take turns, in a new order each round."""
+    taken, order, rng = {name: [] for name in calls}, list(calls), random.Random(0)
     for _ in range(rounds):
-        for name, call in calls.items():
-            taken[name].append(seconds(call, device))
+        rng.shuffle(order)
+        for name in order:
+            taken[name].append(seconds(calls[name], device))
     return {name: (statistics.median(some), min(some), max(some)) for name, some in taken.items()}
 
 

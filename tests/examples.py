@@ -29,6 +29,15 @@ def complaint(attend, workload, seed=0):
             or reference.backward_complaint(gradients, workload, dout, q, k, v, scale, (), answers, lse))
 
 
+def jax_example(backend, otherwise):
+    """The example for JAX; a skip where its package is missing, or, with the reason `otherwise`, where JAX computes elsewhere than there."""
+    pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
+    example = importlib.import_module("scripts.examples.jax_ffi")
+    if example.jax.default_backend() != backend:
+        pytest.skip(otherwise)
+    return example
+
+
 def by_pytorch(attention, device="cpu"):
     """attend(q, k, v, dout) for `complaint`, by an attention of PyTorch's tensors."""
     torch = importlib.import_module("torch")

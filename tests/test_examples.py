@@ -16,7 +16,7 @@ from scripts.examples import artefact
 from scripts.examples.artefact import ArtefactError, load
 from te_defs.workload import Workload
 from tests.commands import command
-from tests.examples import build_program, by_jax, by_pytorch, complaint
+from tests.examples import build_program, by_jax, by_pytorch, complaint, jax_example
 
 pytestmark = pytest.mark.slow
 
@@ -170,11 +170,7 @@ class TestPyTorch:
 @pytest.fixture(scope="module")
 def jax_ffi():
     """The example for JAX."""
-    pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
-    example = importlib.import_module("scripts.examples.jax_ffi")
-    if example.jax.default_backend() != "cpu":
-        pytest.skip("JAX computes on a GPU here: that is for tests/test_gpu_examples.py")
-    return example
+    return jax_example("cpu", "JAX computes on a GPU here: that is for tests/test_gpu_examples.py")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from schedules.lowering.toolkit import find_toolkit
 from te_defs.workload import Workload
 from tests.commands import command
-from tests.examples import build_program, by_jax, by_pytorch, complaint
+from tests.examples import build_program, by_jax, by_pytorch, complaint, jax_example
 
 pytestmark = pytest.mark.gpu
 HALVES, FLOATS = Workload(64, 64, "float16", "causal"), Workload(64, 64, "float32", "causal")
@@ -134,18 +134,14 @@ class TestPyTorch:
 
     def test_the_overhead_is_told(self, torch, exported, capsys):
         assert importlib.import_module("scripts.examples.overhead").main([str(exported[FLOATS]), "--rounds", "3"]) == 0
-        assert len(capsys.readouterr().out.splitlines()) == 7
+        assert len(capsys.readouterr().out.splitlines()) == 8
 
 
 @pytest.fixture(scope="module")
 def jax_ffi():
     """The example for JAX; PyTorch's tests in this process need memory too."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
-    example = importlib.import_module("scripts.examples.jax_ffi")
-    if example.jax.default_backend() != "gpu":
-        pytest.skip("JAX is not installed for CUDA")
-    return example
+    return jax_example("gpu", "JAX is not installed for CUDA")
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,9 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    if "TVM_USE_RUNTIME_LIB" in os.environ:
+        raise pytest.UsageError("processes that tests start want TVM with its compiler, found TVM_USE_RUNTIME_LIB set, as importing "
+                                "scripts.run does: import that by tests.commands.imported")
     if config.pluginmanager.hasplugin("xdist"):
         rank = {name: n for n, name in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))

@@ -30,7 +30,7 @@ def complaint(attend, workload, seed=0):
 
 
 def jax_example(backend, otherwise):
-    """The example for JAX; a skip where its package is missing, or, with the reason `otherwise`, where JAX computes elsewhere than there."""
+    """The example for JAX; a skip where its package is missing, or, with the reason `otherwise`, where JAX computes elsewhere."""
     pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
     example = importlib.import_module("scripts.examples.jax_ffi")
     if example.jax.default_backend() != backend:

@@ -1,5 +1,7 @@
 """The tuner at work: the gate, worker processes, MetaSchedule's search over a space, and the loop of a session."""
+import importlib.util
 import itertools
+import os
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from schedules.lowering.toolkit import run_c_compiler
 from schedules.tuning import gate, log, records, runner
 from schedules.tuning.builder import PoolBuilder
 from schedules.tuning.features import KnobFeatures, token
+from schedules.tuning.processes import Worker
 from schedules.tuning.proposals import Proposals
 from schedules.tuning.run_worker import Setting
 from schedules.tuning.runner import GatedRunner
@@ -309,6 +312,13 @@ def test_others_are_measured_while_plans_are_proposed(apart):
     task.go_on.set()
     assert future.result(10) == [(task, "picked")]
     assert made.begin(0, ()).result() == []
+
+
+def test_processes_do_without_pytorch_until_it_is_wanted():
+    made = Worker(os.getpid, ())
+    assert not made.ask(60, eval, "'torch' in __import__('sys').modules")
+    assert made.ask(60, importlib.util.find_spec, "torch") == importlib.util.find_spec("torch")
+    made.restart()
 
 
 def test_nothing_is_left_running(tmp_path):

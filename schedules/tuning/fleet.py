@@ -7,14 +7,13 @@ import concurrent.futures
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 
 from tvm.rpc.base import TrackerCode
-from tvm.support.popen_pool import PopenWorker
 
 from schedules.tuning import fleet_link
 from schedules.tuning.fleet_worker import own_versions
+from schedules.tuning.processes import Process
 from schedules.tuning.reasons import FAILS, reason
 from schedules.tuning.runner import TIMEOUT
 from schedules.tuning.search import TuneError
@@ -230,7 +229,7 @@ class _Link:
     """One worker, asked by a process of its own."""
 
     def __init__(self):
-        self._process = PopenWorker(fleet_link.start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = Process(fleet_link.start)
         self._id = self.name = None
 
     def connect(self, tracker, key):

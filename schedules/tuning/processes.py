@@ -5,6 +5,7 @@ import os
 import pickle
 import struct
 import subprocess
+import sys
 import threading
 
 from tvm.support.popen_pool import PopenWorker, kill_child_processes
@@ -15,6 +16,24 @@ GRACE, START = 3, 60
 LOOK = 0.5
 
 
+#: What a process runs: TVM's loop of tasks. tvm_ffi imports PyTorch where that is installed, which takes longer than all else and serves
+#: nothing here; what comes later, such as the module of a user's mask, may have it.
+_MAIN = "import sys; sys.modules['torch'] = None; from tvm.exec.popen_worker import main; del sys.modules['torch']; main()"
+
+
+class Process(PopenWorker):
+    """TVM's process, started by _MAIN, whose words nobody hears."""
+
+    def _start(self):
+        if self._proc is None:
+            (answers, answering), (asked, asking) = os.pipe(), os.pipe()
+            self._proc = subprocess.Popen([sys.executable, "-c", _MAIN, str(asked), str(answering)], pass_fds=(asked, answering),
+                                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            os.close(asked)
+            os.close(answering)
+            self._reader, self._writer = os.fdopen(answers, "rb"), os.fdopen(asking, "wb")
+
+
 class Worker:
     """A process that does one task after the other. It starts with its first task, and anew after it has ended.
 
@@ -23,7 +42,7 @@ class Worker:
     """
 
     def __init__(self, start, arguments):
-        self._popen = PopenWorker(_begin, (os.getpid(), start, arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._popen = Process(_begin, (os.getpid(), start, arguments))
         self._closed = False
         self.served = 0
 

@@ -93,7 +93,8 @@ class ForwardPass:
         return any(space.owns(*key) and space.fits(key[1]) for space in spaces)
 
     def is_asked(self, shape):
-        """Whether an artefact calls a kernel at all: not where nothing is wanted, and TVM would launch a block that reads what is not there."""
+        """Whether an artefact calls a kernel at all. It does not where nothing is wanted, since TVM launches a block even of an empty grid,
+        which reads what is not there."""
         return shape.batch * shape.q_len > 0
 
     def case(self, shape, scale, arguments, seed, device, inputs=None):

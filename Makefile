@@ -15,7 +15,11 @@ comma = ,
 READY = $(if $(filter .venv/bin/python,$(PYTHON)),.venv/ready-$(subst $(comma),-,$(EXTRAS)))
 WHAT = --target $(TARGET) --workload $(WORKLOAD)
 
-.PHONY: help demo setup test test-quick test-gpu clean
+# Of all tests these alone: files, and options of pytest.
+ONLY =
+OF_EXAMPLES = tests/test_examples.py tests/test_training.py tests/test_relax_examples.py tests/test_bench.py -m examples
+
+.PHONY: help demo setup test test-quick test-examples test-gpu clean
 
 help: ## this text
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -28,10 +32,14 @@ demo: $(READY) ## tune for MINUTES on what is there, export, run without a compi
 	$(PYTHON) -m scripts.bench $(WHAT) --logs build/demo/logs
 
 test: $(READY) ## all tests, by two workers; those that need a GPU are skipped without one
-	$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ONLY)
 
 test-quick: $(READY) ## without the files that take half a minute or more
 	$(PYTHON) -m pytest -m "not slow and not gpu"
+
+# Apart from the others: where PyTorch is installed TVM imports it, and each of many processes takes twice as long to start.
+test-examples: ## those that want PyTorch, JAX and CMake, which .venv gets
+	$(MAKE) --no-print-directory test EXTRAS=test,cuda,examples ONLY='$(OF_EXAMPLES)'
 
 test-gpu: $(READY) ## the tests that need a GPU, which must be there
 	$(PYTHON) -m pytest -m gpu --gpu

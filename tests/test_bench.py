@@ -259,6 +259,7 @@ def torch():
     return pytest.importorskip("torch", reason="needs PyTorch to compare with")
 
 
+@pytest.mark.examples
 class TestPyTorch:
     """Peers as they are, on a CPU."""
 

@@ -18,7 +18,7 @@ from te_defs.workload import Workload
 from tests.commands import command
 from tests.examples import build_program, by_jax, by_pytorch, complaint, jax_example
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.examples]
 
 ROOT = Path(__file__).parent.parent
 WORKLOAD = Workload(32, 16, "float32", "causal")

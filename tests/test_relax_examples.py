@@ -80,6 +80,7 @@ def test_cuda_executable_carries_kernels_of_both(tmp_path, toolkit):
     assert b"flash_attention_manifest" not in library
 
 
+@pytest.mark.examples
 class TestTorch:
     """Needs PyTorch."""
 

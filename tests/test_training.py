@@ -3,6 +3,7 @@ import pytest
 
 from tests.commands import command
 
+pytestmark = pytest.mark.examples
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 BATCH, LENGTH, SYMBOLS, HEADS, DIM, STEPS = 8, 24, 8, 2, 32, 40
 

@@ -113,6 +113,7 @@ class TestRefused:
         ids=["ours", "called by TVM", "in a pass"])
     def test_ctrl_c_is_told_wherever_it_strikes(self, capsys, call):
         """TVM makes a RuntimeError without a word of it where it calls a function of ours."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell ignore it
         assert cli.main(lambda _: call(lambda: os.kill(os.getpid(), signal.SIGINT)), None) == cli.FAILED
         assert capsys.readouterr().err == "error: interrupted\n"
         with pytest.raises(RuntimeError, match="another"):

@@ -327,9 +327,9 @@ class TestMake:
 
     def test_alone_it_prints_the_targets(self):
         targets = [line.split()[0] for line in self.make("--silent").splitlines()]
-        assert targets == ["help", "demo", "test", "test-quick", "test-gpu", "setup", "clean"]
+        assert targets == ["help", "demo", "test", "test-quick", "test-examples", "test-gpu", "setup", "clean"]
 
-    @pytest.mark.parametrize("target", ["demo", "test", "test-quick", "test-gpu"])
+    @pytest.mark.parametrize("target", ["demo", "test", "test-quick", "test-examples", "test-gpu"])
     def test_a_ready_environment_is_taken_as_it_is(self, target):
         planned = self.make("--dry-run", target, "PYTHON=some/python")
         assert "venv" not in planned and "pip" not in planned and "some/python -m" in planned

@@ -242,7 +242,7 @@ def mismatch(out, lse, answer, lse_answer, bound, lse_bound=LSE_TOLERANCE):
     return None
 
 
-def _cheapest_first(judge):
+def cheapest_first(judge):
     """What judge(yardstick) says of answers. The yardstick, which can but allow more, is only computed for what is not allowed in any
     case."""
     return judge(False) and judge(True)
@@ -250,7 +250,7 @@ def _cheapest_first(judge):
 
 def complaint(found, workload, q, k, v, scale, arguments, answers, lengths=()):
     """`mismatch` of found (O, LSE) by the `tolerances` of the inputs that they are of."""
-    return _cheapest_first(lambda yardstick: mismatch(
+    return cheapest_first(lambda yardstick: mismatch(
         *found, *answers, *tolerances(workload, q, k, v, scale, arguments, answers, lengths, yardstick)))
 
 
@@ -355,5 +355,5 @@ def backward_complaint(gradients, workload, dout, q, k, v, scale, arguments, ans
 
     answers, lse  (dQ, dK, dV) and the LSE [B, H, N] in float64
     """
-    return _cheapest_first(lambda yardstick: backward_mismatch(gradients, answers, backward_tolerances(
+    return cheapest_first(lambda yardstick: backward_mismatch(gradients, answers, backward_tolerances(
         workload, dout, q, k, v, answers, scale, arguments, lengths, dlse, yardstick), lse))

@@ -23,17 +23,15 @@ class Proposals:
 
     def begin(self, count, taken):
         """Future of up to `count` (task, plan) beside the keys in `taken`: seeds, then those of the next task."""
+        seeds = self.seeds(taken)[:max(count, 0)]
+        task = self._next_task(taken) if count > 0 and not seeds else None
+        if task is not None:
+            self._turns[task] += 1
+            if self._thread is not None:
+                return self._thread.submit(_proposed, task, count, taken)
         future = concurrent.futures.Future()
-        seeds = self.seeds(taken) if count > 0 else []
-        task = None if seeds or count <= 0 else self._next_task(taken)
-        if task is None:
-            future.set_result(seeds[:count] if seeds else [])
-            return future
-        self._turns[task] += 1
-        if self._thread is None:
-            future.set_result(_proposed(task, count, taken))
-            return future
-        return self._thread.submit(_proposed, task, count, taken)
+        future.set_result(seeds if task is None else _proposed(task, count, taken))
+        return future
 
     def seeds(self, taken=()):
         """[(task, plan)] that a search begins with and that are neither known nor among `taken` keys."""
